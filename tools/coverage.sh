@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# coverage.sh VENV: tests an instrumented CPU build, put before the one installed in VENV.
+# Fails under 95 % of lines: of the Python package, and of cpp/src without what needs a GPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=$(realpath "${1:?usage: coverage.sh VENV}")
+out=$PWD/build/coverage
+source tools/build_env.sh
+
+rm -rf "$out/site"
+mkdir -p "$out"
+find "$out" -name '*.gcda' -delete
+PAGETILE_CUDA=OFF "$venv/bin/python" -m pip install --quiet --no-deps --target "$out/site" \
+    -Cbuild-dir="$out/obj" -Ccmake.define.PAGETILE_COVERAGE=ON .
+
+PYTHONPATH=$out/site "$venv/bin/python" -m pytest -q --cov=pagetile --cov-report=term-missing --cov-fail-under=95
+"$venv/bin/gcovr" --root . --filter 'cpp/src/' --exclude '.*/sm[0-9]+/' --fail-under-line 95 "$out/obj"
