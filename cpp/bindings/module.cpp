@@ -1,0 +1,16 @@
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void export_attention(nb::module_& m);
+void export_block_pool(nb::module_& m);
+void export_cache_write(nb::module_& m);
+void export_config(nb::module_& m);
+
+NB_MODULE(_C, m) {
+    m.doc() = "pagetile's C++ library. Private: the documented API is the package pagetile.";
+    export_attention(m);
+    export_block_pool(m);
+    export_cache_write(m);
+    export_config(m);
+}

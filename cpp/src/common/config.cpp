@@ -1,0 +1,57 @@
+#include "pagetile/config.h"
+
+#include "build_values.h"
+#include "common/cpu_kernels.h"
+
+#include <sstream>
+
+namespace pagetile {
+namespace {
+
+std::vector<std::string> split(const char* list) {
+    std::vector<std::string> items;
+    std::istringstream text(list);
+    for (std::string item; std::getline(text, item, ';');) {
+        items.push_back(item);
+    }
+    return items;
+}
+
+#ifdef _OPENMP
+const std::string kOpenMp = std::to_string(_OPENMP);
+#else
+const std::string kOpenMp;
+#endif
+
+}  // namespace
+
+BuildInfo build_info() {
+    BuildInfo info{
+        .version = PAGETILE_VERSION,
+        .git_hash = PAGETILE_GIT_HASH,
+        .build_type = PAGETILE_BUILD_TYPE,
+        .compiler = PAGETILE_COMPILER,
+        .cuda_version = PAGETILE_CUDA_VERSION,
+        .cpu_isa = cpu_kernels().isa,
+        .openmp = kOpenMp,
+        .families = {},
+    };
+    info.families.push_back({
+        .name = "cpu",
+        .targets = split(PAGETILE_CPU_ISAS),
+        .kernels = {"cache_write", "paged_attention", "merge_states"},
+    });
+#if PAGETILE_HAS_SM80
+    info.families.push_back(
+        {.name = "sm80", .targets = split(PAGETILE_SM80_ARCHITECTURES), .kernels = {}}
+    );
+#endif
+#if PAGETILE_HAS_SM90
+    info.families.push_back(
+        {.name = "sm90", .targets = split(PAGETILE_SM90_ARCHITECTURES), .kernels = {}}
+    );
+#endif
+    return info;
+}
+
+}  // namespace pagetile

@@ -1,0 +1,29 @@
+#include "common/not_built.h"
+
+#include "pagetile/config.h"
+#include "pagetile/error.h"
+
+#include <string>
+
+namespace pagetile {
+
+void throw_not_built(const char* function, Device device) {
+    std::string gpu = message("CUDA device ", device.index);
+    for (const DeviceInfo& info : devices().found) {
+        if (info.index == device.index) {
+            gpu = message(gpu, " (", info.name, ", capability ", info.capability_major, ".", info.capability_minor, ")");
+        }
+    }
+    std::string built;
+    for (const KernelFamily& family : build_info().families) {
+        built += built.empty() ? "" : "; ";
+        built += message(family.name, ":");
+        for (const std::string& kernel : family.kernels) {
+            built += " " + kernel;
+        }
+        built += family.kernels.empty() ? " none" : "";
+    }
+    throw NotBuiltError(message(function, ": no kernel for ", gpu, " is built (built: ", built, ")"));
+}
+
+}  // namespace pagetile
