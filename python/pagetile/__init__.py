@@ -1,0 +1,22 @@
+"""pagetile: writes K/V into a paged cache and attends over it tile by tile, without gathering the pages.
+
+Tensors are any DLPack object: PyTorch, JAX, CuPy, NumPy. The tensors' device decides the backend.
+"""
+
+from pagetile._C import build_info as _build_info
+from pagetile.attention import merge_states, paged_attention
+from pagetile.block_pool import BlockPool, OutOfPagesError, Step
+from pagetile.cache_write import cache_write
+from pagetile.config import show_config
+
+__all__ = [
+    "BlockPool",
+    "OutOfPagesError",
+    "Step",
+    "cache_write",
+    "merge_states",
+    "paged_attention",
+    "show_config",
+]
+
+__version__ = str(_build_info()["version"])
