@@ -77,8 +77,20 @@ void paged_attention_binding(
     for (const Tensor* tensor : {&q, &k_cache, &v_cache, &out}) {
         tensor->require_given();
     }
-    for (const Tensor* tensor : {&k_cache, &v_cache, &block_table, &seqused_k, &cu_seqlens_q, &cu_seqlens_k, &alibi_slopes, &sinks, &q_scale, &k_scale,
-                                 &v_scale, &out, &softmax_lse}) {
+    for (const Tensor* tensor :
+         {&k_cache,
+          &v_cache,
+          &block_table,
+          &seqused_k,
+          &cu_seqlens_q,
+          &cu_seqlens_k,
+          &alibi_slopes,
+          &sinks,
+          &q_scale,
+          &k_scale,
+          &v_scale,
+          &out,
+          &softmax_lse}) {
         if (tensor->given()) {
             tensor->require_device(q);
         }
@@ -87,18 +99,26 @@ void paged_attention_binding(
     // Queries
     q.require_ndim(3, "[T, Hq, D]");
     q.require_dense_last_dim();
-    q.require_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2});
+    q.require_dtype(
+        {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2}
+    );
     const int64_t total_q = q.size(0);
     const int64_t num_q_heads = q.size(1);
     const int64_t head_dim = q.size(2);
 
     // Keys and values
-    const CacheLayout layout = block_table.given() ? parse_layout(kAttention, layout_name) : CacheLayout::kPacked;
+    const CacheLayout layout =
+        block_table.given() ? parse_layout(kAttention, layout_name) : CacheLayout::kPacked;
     const PagedCache k_pages(k_cache, layout, /*is_key=*/true);
     const PagedCache v_pages(v_cache, layout, /*is_key=*/false);
     require_same_pages(kAttention, k_pages, v_pages, v_cache);
     check(
-        k_pages.head_dim == head_dim, kAttention, ": k_cache must have q's head_dim ", head_dim, ", got ", k_pages.head_dim
+        k_pages.head_dim == head_dim,
+        kAttention,
+        ": k_cache must have q's head_dim ",
+        head_dim,
+        ", got ",
+        k_pages.head_dim
     );
     const DType cache_dtype = resolve_kv_dtype(kAttention, kv_dtype, k_cache);
     v_cache.require_dtype({k_cache.dtype()});
@@ -112,7 +132,11 @@ void paged_attention_binding(
     int64_t batch = 0;
     if (cu_seqlens_q.given()) {
         cu_seqlens_q.require_ndim(1, "[B + 1]");
-        check(cu_seqlens_q.size(0) > 0, kAttention, ": cu_seqlens_q must have B + 1 elements, got shape (0,)");
+        check(
+            cu_seqlens_q.size(0) > 0,
+            kAttention,
+            ": cu_seqlens_q must have B + 1 elements, got shape (0,)"
+        );
         batch = cu_seqlens_q.size(0) - 1;
         require_offsets(cu_seqlens_q, batch);
     } else {
@@ -185,7 +209,9 @@ void paged_attention_binding(
         .block_table_stride = block_table.given() ? block_table.stride(0) : 0,
         .seqused_k = seqused_k.data_as<const int32_t>(),
         .cu_seqlens_k = cu_seqlens_k.data_as<const int32_t>(),
-        .softmax_scale = static_cast<float>(softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(head_dim, 1))))),
+        .softmax_scale = static_cast<float>(softmax_scale.value_or(
+            1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(head_dim, 1)))
+        )),
         .causal = causal,
         .window_left = window_left,
         .window_right = window_right,
@@ -291,14 +317,19 @@ Stream stream_of(nb::handle object, nb::handle stream) {
     return resolve_stream("stream_of", stream, object, tensor.device());
 }
 
-// An uninitialised CPU array that exports DLPack, for frameworks whose own arrays cannot be written to.
+// An uninitialised CPU array that exports DLPack, for frameworks whose own arrays cannot be written
+// to.
 nb::ndarray<nb::array_api> empty(const std::vector<int64_t>& shape, const std::string& dtype_name) {
     using Code = nb::dlpack::dtype_code;
+
     constexpr struct {
         const char* name;
         Code code;
         uint8_t bits;
-    } kTypes[] = {{"float32", Code::Float, 32}, {"float16", Code::Float, 16}, {"bfloat16", Code::Bfloat, 16}};
+    } kTypes[] = {
+        {"float32", Code::Float, 32}, {"float16", Code::Float, 16}, {"bfloat16", Code::Bfloat, 16}
+    };
+
     constexpr std::align_val_t kAlignment{64};  // what XLA wants to take the memory without a copy
     for (const auto& type : kTypes) {
         if (dtype_name == type.name) {
@@ -307,13 +338,21 @@ nb::ndarray<nb::array_api> empty(const std::vector<int64_t>& shape, const std::s
                 bytes *= static_cast<size_t>(size);
             }
             void* data = ::operator new(std::max<size_t>(bytes, 1), kAlignment);
-            const nb::capsule owner(data, [](void* owned) noexcept { ::operator delete(owned, kAlignment); });
+            const nb::capsule owner(data, [](void* owned) noexcept {
+                ::operator delete(owned, kAlignment);
+            });
             const std::vector<size_t> sizes(shape.begin(), shape.end());
-            const nb::dlpack::dtype dtype = {.code = static_cast<uint8_t>(type.code), .bits = type.bits, .lanes = 1};
-            return nb::ndarray<nb::array_api>(data, sizes.size(), sizes.data(), owner, nullptr, dtype, nb::device::cpu::value, 0);
+            const nb::dlpack::dtype dtype = {
+                .code = static_cast<uint8_t>(type.code), .bits = type.bits, .lanes = 1
+            };
+            return nb::ndarray<nb::array_api>(
+                data, sizes.size(), sizes.data(), owner, nullptr, dtype, nb::device::cpu::value, 0
+            );
         }
     }
-    throw nb::value_error(message("empty: dtype must be float32, float16 or bfloat16, got ", dtype_name).c_str());
+    throw nb::value_error(
+        message("empty: dtype must be float32, float16 or bfloat16, got ", dtype_name).c_str()
+    );
 }
 
 }  // namespace
@@ -321,19 +360,40 @@ nb::ndarray<nb::array_api> empty(const std::vector<int64_t>& shape, const std::s
 
 void export_attention(nb::module_& m) {
     pagetile::define(
-        m, "paged_attention", &pagetile::paged_attention_binding,
-        nb::sig("def paged_attention(out: object, softmax_lse: object, q: object, k_cache: object, v_cache: object, block_table: object, "
-                "seqused_k: object, cu_seqlens_q: object, cu_seqlens_k: object, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float | None, "
-                "causal: bool, window_left: int, window_right: int, softcap: float, alibi_slopes: object, sinks: object, q_scale: object, "
-                "k_scale: object, v_scale: object, kv_dtype: str, layout: str, num_splits: int, batch_invariant: bool, validate: bool, "
-                "stream: object, /) -> None")
+        m,
+        "paged_attention",
+        &pagetile::paged_attention_binding,
+        nb::sig(
+            "def paged_attention(out: object, softmax_lse: object, q: object, k_cache: object, "
+            "v_cache: object, block_table: object, "
+            "seqused_k: object, cu_seqlens_q: object, cu_seqlens_k: object, max_seqlen_q: int, "
+            "max_seqlen_k: int, softmax_scale: float | None, "
+            "causal: bool, window_left: int, window_right: int, softcap: float, alibi_slopes: "
+            "object, sinks: object, q_scale: object, "
+            "k_scale: object, v_scale: object, kv_dtype: str, layout: str, num_splits: int, "
+            "batch_invariant: bool, validate: bool, "
+            "stream: object, /) -> None"
+        )
     );
     pagetile::define(
-        m, "merge_states", &pagetile::merge_states_binding,
-        nb::sig("def merge_states(out: object, lse: object, out_a: object, lse_a: object, out_b: object, lse_b: object, tokens_with_a: int, "
-                "stream: object, /) -> None")
+        m,
+        "merge_states",
+        &pagetile::merge_states_binding,
+        nb::sig(
+            "def merge_states(out: object, lse: object, out_a: object, lse_a: object, out_b: "
+            "object, lse_b: object, tokens_with_a: int, "
+            "stream: object, /) -> None"
+        )
     );
-    m.def("empty", &pagetile::empty, nb::sig("def empty(shape: tuple[int, ...], dtype: str, /) -> Any"));
+    m.def(
+        "empty",
+        &pagetile::empty,
+        nb::sig("def empty(shape: tuple[int, ...], dtype: str, /) -> Any")
+    );
     pagetile::define(
-        m, "stream_of", &pagetile::stream_of, nb::sig("def stream_of(object: object, stream: object, /) -> int"));
+        m,
+        "stream_of",
+        &pagetile::stream_of,
+        nb::sig("def stream_of(object: object, stream: object, /) -> int")
+    );
 }

@@ -18,14 +18,35 @@ NewRows parse_rows(const Tensor& rows, const PagedCache& cache, int64_t num_toke
     rows.require_ndim(3, "[T, Hkv, D]");
     rows.require_dense_last_dim();
     if (rows.size(0) < num_tokens) {
-        fail(kFunction, ": ", rows.name(), " must have a row for each of the ", num_tokens, " slots, got shape ", rows.shape_text());
+        fail(
+            kFunction,
+            ": ",
+            rows.name(),
+            " must have a row for each of the ",
+            num_tokens,
+            " slots, got shape ",
+            rows.shape_text()
+        );
     }
     if (rows.size(1) != cache.num_kv_heads || rows.size(2) != cache.head_dim) {
         fail(
-            kFunction, ": ", rows.name(), " must have the cache's ", cache.num_kv_heads, " heads of ", cache.head_dim, ", got shape ", rows.shape_text()
+            kFunction,
+            ": ",
+            rows.name(),
+            " must have the cache's ",
+            cache.num_kv_heads,
+            " heads of ",
+            cache.head_dim,
+            ", got shape ",
+            rows.shape_text()
         );
     }
-    return {.data = rows.data(), .row_stride = rows.stride(0), .head_stride = rows.stride(1), .head_dim = rows.size(2)};
+    return {
+        .data = rows.data(),
+        .row_stride = rows.stride(0),
+        .head_stride = rows.stride(1),
+        .head_dim = rows.size(2)
+    };
 }
 
 void cache_write_binding(
@@ -99,8 +120,13 @@ void cache_write_binding(
 
 void export_cache_write(nb::module_& m) {
     pagetile::define(
-        m, "cache_write", &pagetile::cache_write_binding,
-        nb::sig("def cache_write(k: object, v: object, k_cache: object, v_cache: object, slot_mapping: object, k_scale: object, "
-                "v_scale: object, kv_dtype: str, layout: str, stream: object, /) -> None")
+        m,
+        "cache_write",
+        &pagetile::cache_write_binding,
+        nb::sig(
+            "def cache_write(k: object, v: object, k_cache: object, v_cache: object, slot_mapping: "
+            "object, k_scale: object, "
+            "v_scale: object, kv_dtype: str, layout: str, stream: object, /) -> None"
+        )
     );
 }

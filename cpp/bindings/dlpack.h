@@ -4,8 +4,9 @@
 
 #include <cstdint>
 
-// The part of DLPack 1.3 that nanobind does not know yet: the table of C functions that a tensor type offers as
-// `__dlpack_c_exchange_api__`, a capsule named "dlpack_exchange_api". Layout as the DLPack specification gives it.
+// The part of DLPack 1.3 that nanobind does not know yet: the table of C functions that a tensor
+// type offers as `__dlpack_c_exchange_api__`, a capsule named "dlpack_exchange_api". Layout as the
+// DLPack specification gives it.
 namespace pagetile::dlpack {
 
 struct Version {

@@ -32,7 +32,9 @@ PagedCache::PagedCache(const Tensor& tensor, CacheLayout layout, bool is_key) {
             break;
         }
         case CacheLayout::kLegacy:
-            tensor.require_ndim(is_key ? 5 : 4, is_key ? "[P, Hkv, D / x, S, x]" : "[P, Hkv, D, S]");
+            tensor.require_ndim(
+                is_key ? 5 : 4, is_key ? "[P, Hkv, D / x, S, x]" : "[P, Hkv, D, S]"
+            );
             page_size = tensor.size(3);
             num_kv_heads = tensor.size(1);
             head_dim = is_key ? tensor.size(2) * tensor.size(4) : tensor.size(2);
@@ -68,11 +70,31 @@ CacheView PagedCache::read_only() const {
     };
 }
 
-void require_same_pages(const char* function, const PagedCache& k_cache, const PagedCache& v_cache, const Tensor& v_tensor) {
+void require_same_pages(
+    const char* function,
+    const PagedCache& k_cache,
+    const PagedCache& v_cache,
+    const Tensor& v_tensor
+) {
     check(
-        v_cache.num_pages == k_cache.num_pages && v_cache.page_size == k_cache.page_size && v_cache.num_kv_heads == k_cache.num_kv_heads,
-        function, ": ", v_tensor.name(), " must have the ", k_cache.num_pages, " pages of ", k_cache.page_size, " tokens and ", k_cache.num_kv_heads,
-        " heads of k_cache, got ", v_cache.num_pages, " pages of ", v_cache.page_size, " tokens and ", v_cache.num_kv_heads, " heads"
+        v_cache.num_pages == k_cache.num_pages && v_cache.page_size == k_cache.page_size &&
+            v_cache.num_kv_heads == k_cache.num_kv_heads,
+        function,
+        ": ",
+        v_tensor.name(),
+        " must have the ",
+        k_cache.num_pages,
+        " pages of ",
+        k_cache.page_size,
+        " tokens and ",
+        k_cache.num_kv_heads,
+        " heads of k_cache, got ",
+        v_cache.num_pages,
+        " pages of ",
+        v_cache.page_size,
+        " tokens and ",
+        v_cache.num_kv_heads,
+        " heads"
     );
 }
 

@@ -32,7 +32,12 @@ struct PagedCache {
 };
 
 // K and V must agree on everything but head_dim and strides.
-void require_same_pages(const char* function, const PagedCache& k_cache, const PagedCache& v_cache, const Tensor& v_tensor);
+void require_same_pages(
+    const char* function,
+    const PagedCache& k_cache,
+    const PagedCache& v_cache,
+    const Tensor& v_tensor
+);
 
 // fp32, of 1 element, [Hkv], or (batch > 0) [B, Hkv]. `scale` not given: none.
 Scale parse_scale(const Tensor& scale, int64_t num_kv_heads, int64_t batch);

@@ -14,14 +14,18 @@ enum : int32_t { kDlCpu = 1, kDlCuda = 2, kDlCudaHost = 3, kDlCudaManaged = 13 }
 struct TensorType {
     PyTypeObject* type;
     const dlpack::ExchangeApi* api;  // null: this type goes through __dlpack__
-    bool immutable;                  // JAX exports its arrays as writable, although they must never change
+    bool immutable;  // JAX exports its arrays as writable, although they must never change
 };
 
 const dlpack::ExchangeApi* find_exchange_api(PyTypeObject* type) {
     const dlpack::ExchangeApi* api = nullptr;
-    const nb::object capsule = nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), "__dlpack_c_exchange_api__", nb::none());
+    const nb::object capsule = nb::getattr(
+        nb::handle(reinterpret_cast<PyObject*>(type)), "__dlpack_c_exchange_api__", nb::none()
+    );
     if (PyCapsule_IsValid(capsule.ptr(), dlpack::kExchangeCapsule) != 0) {
-        api = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kExchangeCapsule));
+        api = static_cast<const dlpack::ExchangeApi*>(
+            PyCapsule_GetPointer(capsule.ptr(), dlpack::kExchangeCapsule)
+        );
         while (api != nullptr && api->version.major != dlpack::kMajorVersion) {
             api = api->previous;
         }
@@ -32,8 +36,8 @@ const dlpack::ExchangeApi* find_exchange_api(PyTypeObject* type) {
     return api;
 }
 
-// What is known of an object's type. Types are few and looked up often: the last ones are remembered, and kept alive so
-// that no other type can take their address.
+// What is known of an object's type. Types are few and looked up often: the last ones are
+// remembered, and kept alive so that no other type can take their address.
 const TensorType& tensor_type(nb::handle object) {
     constexpr int kRemembered = 4;
     static TensorType known[kRemembered] = {};
@@ -45,7 +49,8 @@ const TensorType& tensor_type(nb::handle object) {
             return entry;
         }
     }
-    const std::string module = nb::str(nb::getattr(object.type(), "__module__", nb::str(""))).c_str();
+    const std::string module =
+        nb::str(nb::getattr(object.type(), "__module__", nb::str(""))).c_str();
     TensorType& entry = known[next];
     next = (next + 1) % kRemembered;
     Py_INCREF(type);
@@ -54,7 +59,8 @@ const TensorType& tensor_type(nb::handle object) {
     return entry;
 }
 
-// First line of the Python exception that is set, which is cleared. (PyTorch puts a stack trace behind it.)
+// First line of the Python exception that is set, which is cleared. (PyTorch puts a stack trace
+// behind it.)
 std::string take_error() {
     try {
         nb::raise_python_error();
@@ -64,25 +70,30 @@ std::string take_error() {
     }
 }
 
-std::string type_text(nb::handle object) {
-    return nb::type_name(object.type()).c_str();
-}
+std::string type_text(nb::handle object) { return nb::type_name(object.type()).c_str(); }
 
 [[noreturn]] void throw_not_a_tensor(const char* function, const char* name, nb::handle object) {
     std::string reason;
     const nb::object dlpack = nb::getattr(object, "__dlpack__", nb::none());
     if (!dlpack.is_none()) {
         PyObject* capsule = PyObject_CallNoArgs(dlpack.ptr());
-        reason = capsule == nullptr ? message(" that DLPack cannot describe (", take_error(), ")") : "";
+        reason =
+            capsule == nullptr ? message(" that DLPack cannot describe (", take_error(), ")") : "";
         Py_XDECREF(capsule);
     }
-    throw nb::type_error(message(function, ": ", name, " must be a DLPack tensor, got ", type_text(object), reason).c_str());
+    throw nb::type_error(
+        message(function, ": ", name, " must be a DLPack tensor, got ", type_text(object), reason)
+            .c_str()
+    );
 }
 
 // False for a type that pagetile has no use for.
 bool known_dtype(nb::dlpack::dtype dtype, DType& result) {
     using Code = nb::dlpack::dtype_code;
-    const auto is = [&](Code code, int bits) { return dtype.code == static_cast<uint8_t>(code) && dtype.bits == bits && dtype.lanes == 1; };
+    const auto is = [&](Code code, int bits) {
+        return dtype.code == static_cast<uint8_t>(code) && dtype.bits == bits && dtype.lanes == 1;
+    };
+
     constexpr struct {
         Code code;
         int bits;
@@ -97,6 +108,7 @@ bool known_dtype(nb::dlpack::dtype dtype, DType& result) {
         {Code::Int, 32, DType::kInt32},
         {Code::Int, 64, DType::kInt64},
     };
+
     for (const auto& entry : kKnown) {
         if (is(entry.code, entry.bits)) {
             result = entry.dtype;
@@ -107,11 +119,15 @@ bool known_dtype(nb::dlpack::dtype dtype, DType& result) {
 }
 
 std::string dtype_text(nb::dlpack::dtype dtype) {
-    constexpr const char* kNames[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"};
+    constexpr const char* kNames[] = {
+        "int", "uint", "float", "handle", "bfloat", "complex", "bool"
+    };
     if (dtype.code < std::size(kNames)) {
         return message(kNames[dtype.code], static_cast<int>(dtype.bits));
     }
-    return message("DLPack type ", static_cast<int>(dtype.code), " of ", static_cast<int>(dtype.bits), " bits");
+    return message(
+        "DLPack type ", static_cast<int>(dtype.code), " of ", static_cast<int>(dtype.bits), " bits"
+    );
 }
 
 std::string sizes_text(const int64_t* sizes, int count) {
@@ -128,7 +144,8 @@ std::string device_text(Device device) {
 
 }  // namespace
 
-Tensor::Tensor(const char* function, const char* name, nb::handle object, Access access) : function_(function), name_(name) {
+Tensor::Tensor(const char* function, const char* name, nb::handle object, Access access)
+    : function_(function), name_(name) {
     if (object.is_none()) {
         return;
     }
@@ -139,7 +156,10 @@ Tensor::Tensor(const char* function, const char* name, nb::handle object, Access
     if (const dlpack::ExchangeApi* api = type.api) {
         nb::dlpack::dltensor tensor;
         if (api->dltensor_from_py_object_no_sync(object.ptr(), &tensor) != 0) {
-            throw nb::type_error(message(function, ": ", name, " cannot be read through DLPack: ", take_error()).c_str());
+            throw nb::type_error(
+                message(function, ": ", name, " cannot be read through DLPack: ", take_error())
+                    .c_str()
+            );
         }
         describe(tensor);
         return;
@@ -149,7 +169,14 @@ Tensor::Tensor(const char* function, const char* name, nb::handle object, Access
         if (nb::try_cast(object, writable, /*convert=*/false)) {
             owner_ = nb::ndarray<nb::ro>(writable);
         } else if (nb::try_cast(object, owner_, /*convert=*/false)) {
-            fail(function, ": ", name, " is written to, but the given ", type_text(object), " is read-only");
+            fail(
+                function,
+                ": ",
+                name,
+                " is written to, but the given ",
+                type_text(object),
+                " is read-only"
+            );
         }
     } else {
         nb::try_cast(object, owner_, /*convert=*/false);
@@ -168,10 +195,24 @@ Tensor::Tensor(const char* function, const char* name, nb::handle object, Access
 }
 
 void Tensor::describe(const nb::dlpack::dltensor& tensor) {
-    check(tensor.ndim <= kMaxDims, function_, ": ", name_, " must have at most ", kMaxDims, " dimensions, got ", tensor.ndim);
+    check(
+        tensor.ndim <= kMaxDims,
+        function_,
+        ": ",
+        name_,
+        " must have at most ",
+        kMaxDims,
+        " dimensions, got ",
+        tensor.ndim
+    );
     if (!known_dtype(tensor.dtype, dtype_)) {
         fail(
-            function_, ": ", name_, " must be float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8, int32 or int64, got ", dtype_text(tensor.dtype)
+            function_,
+            ": ",
+            name_,
+            " must be float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8, int32 or "
+            "int64, got ",
+            dtype_text(tensor.dtype)
         );
     }
     switch (tensor.device.device_type) {
@@ -184,7 +225,13 @@ void Tensor::describe(const nb::dlpack::dltensor& tensor) {
             device_ = {.kind = DeviceKind::kCuda, .index = tensor.device.device_id};
             break;
         default:
-            fail(function_, ": ", name_, " must be on the CPU or on a CUDA device, got DLPack device type ", tensor.device.device_type);
+            fail(
+                function_,
+                ": ",
+                name_,
+                " must be on the CPU or on a CUDA device, got DLPack device type ",
+                tensor.device.device_type
+            );
     }
     ndim_ = tensor.ndim;
     int64_t dense = 1;
@@ -205,13 +252,13 @@ int64_t Tensor::numel() const {
     return count;
 }
 
-std::string Tensor::shape_text() const {
-    return sizes_text(sizes_, ndim_);
-}
+std::string Tensor::shape_text() const { return sizes_text(sizes_, ndim_); }
 
 void Tensor::require_given() const {
     if (!given()) {
-        throw nb::type_error(message(function_, ": ", name_, " must be a DLPack tensor, got None").c_str());
+        throw nb::type_error(
+            message(function_, ": ", name_, " must be a DLPack tensor, got None").c_str()
+        );
     }
 }
 
@@ -228,7 +275,17 @@ void Tensor::require_dtype(std::initializer_list<DType> allowed) const {
 
 void Tensor::require_ndim(int ndim, const char* meaning) const {
     if (ndim_ != ndim) {
-        fail(function_, ": ", name_, " must have ", ndim, " dimensions ", meaning, ", got shape ", shape_text());
+        fail(
+            function_,
+            ": ",
+            name_,
+            " must have ",
+            ndim,
+            " dimensions ",
+            meaning,
+            ", got shape ",
+            shape_text()
+        );
     }
 }
 
@@ -236,7 +293,15 @@ void Tensor::require_shape(std::initializer_list<int64_t> sizes, const char* mea
     const bool same_rank = ndim_ == static_cast<int>(sizes.size());
     if (!same_rank || !std::equal(sizes.begin(), sizes.end(), sizes_)) {
         fail(
-            function_, ": ", name_, " must have shape ", meaning, " = ", sizes_text(sizes.begin(), static_cast<int>(sizes.size())), ", got ", shape_text()
+            function_,
+            ": ",
+            name_,
+            " must have shape ",
+            meaning,
+            " = ",
+            sizes_text(sizes.begin(), static_cast<int>(sizes.size())),
+            ", got ",
+            shape_text()
         );
     }
 }
@@ -245,13 +310,27 @@ void Tensor::require_dense_last_dim() const {
     const int last = ndim_ - 1;
     check(
         sizes_[last] <= 1 || strides_[last] == 1,
-        function_, ": ", name_, " must be dense in its last dimension (stride 1), got stride ", strides_[last]
+        function_,
+        ": ",
+        name_,
+        " must be dense in its last dimension (stride 1), got stride ",
+        strides_[last]
     );
 }
 
 void Tensor::require_device(const Tensor& like) const {
     if (device_ != like.device_) {
-        fail(function_, ": ", name_, " must be on ", device_text(like.device_), " like ", like.name_, ", got ", device_text(device_));
+        fail(
+            function_,
+            ": ",
+            name_,
+            " must be on ",
+            device_text(like.device_),
+            " like ",
+            like.name_,
+            ", got ",
+            device_text(device_)
+        );
     }
 }
 
@@ -267,17 +346,25 @@ Stream resolve_stream(const char* function, nb::handle stream, nb::handle object
             }
             return reinterpret_cast<Stream>(current);
         }
-        return nb::cast<Stream>(nb::module_::import_("pagetile._tensor").attr("current_stream")(object, device.index));
+        return nb::cast<Stream>(
+            nb::module_::import_("pagetile._tensor").attr("current_stream")(object, device.index)
+        );
     }
     nb::object address = nb::borrow(stream);
     if (nb::hasattr(stream, "__cuda_stream__")) {
-        const nb::object pair = stream.attr("__cuda_stream__")();  // (version of the protocol, address)
+        const nb::object pair =
+            stream.attr("__cuda_stream__")();  // (version of the protocol, address)
         address = pair[1];
     }
     Stream result = 0;
     if (nb::isinstance<nb::bool_>(address) || !nb::try_cast(address, result)) {
         throw nb::type_error(
-            message(function, ": stream must be None, an int or an object with __cuda_stream__, got ", type_text(stream)).c_str()
+            message(
+                function,
+                ": stream must be None, an int or an object with __cuda_stream__, got ",
+                type_text(stream)
+            )
+                .c_str()
         );
     }
     return result;
@@ -287,10 +374,15 @@ DType resolve_kv_dtype(const char* function, const std::string& kv_dtype, const 
     const DType stored = cache.dtype();
     if (kv_dtype == "auto") {
         check(
-            stored != DType::kUInt8, function, ": kv_dtype must be 'fp8_e4m3' or 'fp8_e5m2' where ", cache.name(), " is uint8, got 'auto'"
+            stored != DType::kUInt8,
+            function,
+            ": kv_dtype must be 'fp8_e4m3' or 'fp8_e5m2' where ",
+            cache.name(),
+            " is uint8, got 'auto'"
         );
         return stored;
     }
+
     constexpr struct {
         const char* name;
         DType dtype;
@@ -302,16 +394,29 @@ DType resolve_kv_dtype(const char* function, const std::string& kv_dtype, const 
         {"bfloat16", DType::kBFloat16},
         {"float32", DType::kFloat32},
     };
+
     for (const auto& entry : kNames) {
         if (kv_dtype == entry.name) {
             check(
                 stored == entry.dtype || (stored == DType::kUInt8 && is_float8(entry.dtype)),
-                function, ": kv_dtype '", kv_dtype, "' does not fit ", cache.name(), ", which is ", dtype_name(stored)
+                function,
+                ": kv_dtype '",
+                kv_dtype,
+                "' does not fit ",
+                cache.name(),
+                ", which is ",
+                dtype_name(stored)
             );
             return entry.dtype;
         }
     }
-    fail(function, ": kv_dtype must be 'auto', 'fp8', 'fp8_e4m3', 'fp8_e5m2', 'float16', 'bfloat16' or 'float32', got '", kv_dtype, "'");
+    fail(
+        function,
+        ": kv_dtype must be 'auto', 'fp8', 'fp8_e4m3', 'fp8_e5m2', 'float16', 'bfloat16' or "
+        "'float32', got '",
+        kv_dtype,
+        "'"
+    );
 }
 
 }  // namespace pagetile

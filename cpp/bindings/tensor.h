@@ -19,48 +19,40 @@ enum class Access : uint8_t {
     kWrite,  // refuses tensors that say they are read-only
 };
 
-// One tensor argument of one call: any DLPack object, read without owning or copying it. Valid during the call.
+// One tensor argument of one call: any DLPack object, read without owning or copying it. Valid
+// during the call.
 //
-// A type with `__dlpack_c_exchange_api__` (PyTorch >= 2.10) is read through it, without calling Python. Anything else goes
-// through `__dlpack__`. What is neither, and what the export refuses, is a TypeError that names the argument.
+// A type with `__dlpack_c_exchange_api__` (PyTorch >= 2.10) is read through it, without calling
+// Python. Anything else goes through `__dlpack__`. What is neither, and what the export refuses, is
+// a TypeError that names the argument.
 class Tensor {
 public:
-    // `function` and `name` must outlive the tensor (string literals). None gives a tensor that is not given().
-    Tensor(const char* function, const char* name, nanobind::handle object, Access access = Access::kRead);
+    // `function` and `name` must outlive the tensor (string literals). None gives a tensor that is
+    // not given().
+    Tensor(
+        const char* function,
+        const char* name,
+        nanobind::handle object,
+        Access access = Access::kRead
+    );
 
-    bool given() const {
-        return ndim_ >= 0;
-    }
+    bool given() const { return ndim_ >= 0; }
 
-    const char* name() const {
-        return name_;
-    }
+    const char* name() const { return name_; }
 
     // Never null for a given tensor, not even for an empty one.
-    void* data() const {
-        return data_;
-    }
+    void* data() const { return data_; }
 
-    DType dtype() const {
-        return dtype_;
-    }
+    DType dtype() const { return dtype_; }
 
-    Device device() const {
-        return device_;
-    }
+    Device device() const { return device_; }
 
-    int ndim() const {
-        return ndim_;
-    }
+    int ndim() const { return ndim_; }
 
-    int64_t size(int dim) const {
-        return sizes_[dim];
-    }
+    int64_t size(int dim) const { return sizes_[dim]; }
 
     // In elements.
-    int64_t stride(int dim) const {
-        return strides_[dim];
-    }
+    int64_t stride(int dim) const { return strides_[dim]; }
 
     int64_t numel() const;
 
@@ -96,11 +88,15 @@ private:
     int64_t strides_[kMaxDims];
 };
 
-// The stream of a call: `stream` if it is given (an int, or an object with `__cuda_stream__`), else the current stream of
-// the framework that `object` comes from, else the legacy default stream. 0 on the CPU.
-Stream resolve_stream(const char* function, nanobind::handle stream, nanobind::handle object, Device device);
+// The stream of a call: `stream` if it is given (an int, or an object with `__cuda_stream__`), else
+// the current stream of the framework that `object` comes from, else the legacy default stream. 0
+// on the CPU.
+Stream resolve_stream(
+    const char* function, nanobind::handle stream, nanobind::handle object, Device device
+);
 
-// The type that a cache's bytes have: `kv_dtype` is "auto", or a name that must agree with the tensor; uint8 needs an fp8 one.
+// The type that a cache's bytes have: `kv_dtype` is "auto", or a name that must agree with the
+// tensor; uint8 needs an fp8 one.
 DType resolve_kv_dtype(const char* function, const std::string& kv_dtype, const Tensor& cache);
 
 }  // namespace pagetile

@@ -1,8 +1,9 @@
-"""pagetile: writes K/V into a paged cache and attends over it tile by tile, without gathering the pages.
+"""Write K/V into a paged cache and attend over it tile by tile, without gathering the pages.
 
 Tensors are any DLPack object: PyTorch, JAX, CuPy, NumPy. The tensors' device decides the backend.
 """
 
+from pagetile import compat
 from pagetile._C import build_info as _build_info
 from pagetile.attention import merge_states, paged_attention
 from pagetile.block_pool import BlockPool, OutOfPagesError, Step
@@ -14,6 +15,7 @@ __all__ = [
     "OutOfPagesError",
     "Step",
     "cache_write",
+    "compat",
     "merge_states",
     "paged_attention",
     "show_config",

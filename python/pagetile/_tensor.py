@@ -1,4 +1,4 @@
-"""Results in the caller's own framework, and the streams of frameworks that do not tell theirs through DLPack."""
+"""Results in the caller's own framework, and current streams that DLPack does not tell."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ class SupportsDLPack(Protocol):
 
 
 def _empty_torch(like: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
-    return like.new_empty(shape, dtype=None if dtype is None else getattr(sys.modules["torch"], dtype), requires_grad=False)
+    return like.new_empty(
+        shape,
+        dtype=None if dtype is None else getattr(sys.modules["torch"], dtype),
+        requires_grad=False,
+    )
 
 
 def _empty_numpy(like: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
@@ -36,7 +40,9 @@ def _empty_cupy(like: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
 
 def _empty_jax(like: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
     if like.__dlpack_device__()[0] != 1:  # DLPack's number of the CPU
-        raise TypeError("out must be given for JAX arrays on a GPU: they cannot be written to once they exist")
+        raise TypeError(
+            "out must be given for JAX arrays on a GPU: they cannot be written to once they exist"
+        )
     return _C.empty(shape, str(like.dtype) if dtype is None else dtype)
 
 
@@ -52,7 +58,9 @@ _allocator_of_type: dict[type, Allocator] = {}  # filled as types come by
 
 def _type_name(tensor_type: type) -> str:
     module = tensor_type.__module__
-    return tensor_type.__qualname__ if module == "builtins" else f"{module}.{tensor_type.__qualname__}"
+    return (
+        tensor_type.__qualname__ if module == "builtins" else f"{module}.{tensor_type.__qualname__}"
+    )
 
 
 def _find_allocator(tensor_type: type) -> Allocator:
@@ -68,7 +76,9 @@ def _find_allocator(tensor_type: type) -> Allocator:
 
 
 def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
-    """Return a writable tensor of the framework and device of ``like``; dtype is a name such as "bfloat16", or like's own.
+    """Return a writable tensor of the framework and device of ``like``.
+
+    dtype is a name such as "bfloat16", or None for like's own.
 
     For a JAX array it is a buffer that `finish` turns into one.
     """
@@ -88,16 +98,22 @@ def shape_of(function: str, name: str, tensor: Any, ndim: int, meaning: str) -> 
     """Return the shape of a tensor, or say that it is none, or that it has another rank."""
     shape = getattr(tensor, "shape", None)
     if shape is None or not hasattr(tensor, "__dlpack__"):
-        raise TypeError(f"{function}: {name} must be a DLPack tensor, got {_type_name(type(tensor))}")
+        raise TypeError(
+            f"{function}: {name} must be a DLPack tensor, got {_type_name(type(tensor))}"
+        )
     if len(shape) != ndim:
-        raise ValueError(f"{function}: {name} must have {ndim} dimensions {meaning}, got shape {tuple(shape)}")
+        raise ValueError(
+            f"{function}: {name} must have {ndim} dimensions {meaning}, got shape {tuple(shape)}"
+        )
     return tuple(shape)
 
 
 def current_stream(tensor: Any, device_index: int) -> int:
-    """Return the address of the current stream of a framework without DLPack's exchange API; 0 is the legacy default stream.
+    """Return the address of the current stream of a framework without DLPack's exchange API.
 
-    CuPy tells its current stream. JAX has no current stream that others could use, and neither has an unknown type.
+    0 is the legacy default stream.
+    CuPy tells its current stream. JAX has no current stream that others could use, and neither has
+    an unknown type.
     """
     if type(tensor).__module__.partition(".")[0] != "cupy":
         return 0
@@ -107,9 +123,11 @@ def current_stream(tensor: Any, device_index: int) -> int:
 
 
 def explain_scalars(function: str, error: TypeError, **scalars: tuple[type, Any]) -> NoReturn:
-    """Re-raise a TypeError of the extension as one that names the argument, where one of the scalars is to blame."""
+    """Re-raise a TypeError of the extension, naming the argument where a scalar is to blame."""
     for name, (wanted, value) in scalars.items():
         protocol = {int: "__index__", float: "__float__"}.get(wanted)
         if not isinstance(value, wanted) and not (protocol and hasattr(value, protocol)):
-            raise TypeError(f"{function}: {name} must be {wanted.__name__}, got {_type_name(type(value))}") from error
+            raise TypeError(
+                f"{function}: {name} must be {wanted.__name__}, got {_type_name(type(value))}"
+            ) from error
     raise error

@@ -45,45 +45,57 @@ def paged_attention(
 ) -> Any:
     """Attend from a packed batch of queries to the pages of each sequence, without gathering them.
 
-    B sequences with T query tokens in all, Hq query and Hkv KV heads (Hq % Hkv == 0), head dimensions D of q and k and
-    Dv of v (multiples of 8 up to 256), P pages of S tokens. Accumulates in float32.
+    B sequences with T query tokens in all, Hq query and Hkv KV heads (Hq % Hkv == 0), head
+    dimensions D of q and k and Dv of v (multiples of 8 up to 256), P pages of S tokens. Accumulates
+    in float32.
 
     Args:
-        q: [T, Hq, D], float32 (CPU), float16, bfloat16, or fp8 with ``q_scale``; dense last dimension.
-        k_cache: [P, S, Hkv, D] ("NHD") or [P, Hkv, S, D] ("HND"), any strides, dense last dimension; q's dtype,
-            float8_e4m3fn, float8_e5m2, or uint8 with ``kv_dtype``.
+        q: [T, Hq, D], float32 (CPU), float16, bfloat16, or fp8 with ``q_scale``; dense last
+            dimension.
+        k_cache: [P, S, Hkv, D] ("NHD") or [P, Hkv, S, D] ("HND"), any strides, dense last
+            dimension; q's dtype, float8_e4m3fn, float8_e5m2, or uint8 with ``kv_dtype``.
         v_cache: likewise with Dv; k_cache's dtype.
-        block_table: int32 [B, max_pages], any row stride: physical page of each logical page. Entries past a sequence's
-            last page are never read. A page outside [0, P) reads as zeros.
-        seqused_k: int32 [B], KV tokens of each sequence, new ones included; clamped to [0, max_pages * S].
-        cu_seqlens_q: int32 [B + 1], offsets of the sequences in q. Rows of out that no sequence covers are left alone.
+        block_table: int32 [B, max_pages], any row stride: physical page of each logical page.
+            Entries past a sequence's last page are never read. A page outside [0, P) reads as
+            zeros.
+        seqused_k: int32 [B], KV tokens of each sequence, new ones included; clamped to [0,
+            max_pages * S].
+        cu_seqlens_q: int32 [B + 1], offsets of the sequences in q. Rows of out that no sequence
+            covers are left alone.
         max_seqlen_q: longest query of the batch, or a bound.
         max_seqlen_k: longest sequence, or a bound; None is unknown.
         softmax_scale: None is D ** -0.5.
-        causal: aligned bottom-right: query i of a sequence sees key j iff j <= i + seqused_k - q_len.
+        causal: aligned bottom-right: query i of a sequence sees key j iff j <= i + seqused_k -
+            q_len.
         window: (left, right) tokens around that diagonal, inclusive; -1 is unlimited.
         softcap: score = softcap * tanh(score / softcap), before bias and mask; 0 is off.
         alibi_slopes: float32 [Hq] or [B, Hq]: adds -slope * |i + seqused_k - q_len - j|.
-        sinks: float32, float16 or bfloat16 [Hq]: a logit that joins the softmax's denominator, unscaled.
-        q_scale: float32, 1, [Hkv] or [B, Hkv] elements, only for an fp8 q: q * q_scale is what it stands for.
+        sinks: float32, float16 or bfloat16 [Hq]: a logit that joins the softmax's denominator,
+            unscaled.
+        q_scale: float32, 1, [Hkv] or [B, Hkv] elements, only for an fp8 q: q * q_scale is what it
+            stands for.
         k_scale: likewise, only for fp8 caches.
         v_scale: likewise, only for fp8 caches.
-        kv_dtype: "auto" (the caches' own dtype), "fp8" or "fp8_e4m3", "fp8_e5m2", "float16", "bfloat16", "float32".
+        kv_dtype: "auto" (the caches' own dtype), "fp8" or "fp8_e4m3", "fp8_e5m2", "float16",
+            "bfloat16", "float32".
         layout: "NHD" or "HND".
         num_splits: cuts of each sequence that run in parallel: 0 chooses, 1 is off, n is at most n.
-        batch_invariant: a sequence's bits depend on nothing but the sequence: not on the batch, splits or query chunks.
+        batch_invariant: a sequence's bits depend on nothing but the sequence: not on the batch,
+            splits or query chunks.
         plan: None; the CPU backend schedules each call by itself.
         workspace: None, likewise.
-        out: written; [T, Hq, Dv], q's dtype (fp8 q: any 16- or 32-bit float). None allocates in q's framework
-            (fp8 q: bfloat16).
+        out: written; [T, Hq, Dv], q's dtype (fp8 q: any 16- or 32-bit float). None allocates in q's
+            framework (fp8 q: bfloat16).
         return_softmax_lse: also return softmax_lse.
         softmax_lse: written; float32 [Hq, T], natural logarithm, sink included.
-        validate: read the metadata first and raise on what is out of range; on a GPU this synchronises.
-            PAGETILE_VALIDATE=1 in the environment does it for every call.
-        stream: CUDA stream: an int, an object with ``__cuda_stream__``, or None for the current stream of q's framework.
+        validate: read the metadata first and raise on what is out of range; on a GPU this
+            synchronises. PAGETILE_VALIDATE=1 in the environment does it for every call.
+        stream: CUDA stream: an int, an object with ``__cuda_stream__``, or None for the current
+            stream of q's framework.
 
     Returns:
-        out, or (out, softmax_lse) with ``return_softmax_lse``. A row that sees no key has out 0 and lse -inf (with
+        out, or (out, softmax_lse) with ``return_softmax_lse``. A row that sees no key has out 0 and
+        lse -inf (with
         sinks: the sink's logit).
 
     Raises:
@@ -93,16 +105,19 @@ def paged_attention(
 
     Example:
         >>> import numpy as np, pagetile
-        >>> k_cache, v_cache = np.random.rand(2, 8, 16, 4, 64).astype(np.float32)  # 8 pages of 16 tokens, 4 heads of 64
+        >>> k_cache, v_cache = np.random.rand(2, 8, 16, 4, 64).astype(np.float32)  # 8 pages of 16
+        tokens, 4 heads of 64
         >>> q = np.random.rand(1, 8, 64).astype(np.float32)  # one new token, 8 query heads
         >>> out = pagetile.paged_attention(
-        ...     q, k_cache, v_cache, block_table=np.array([[5, 2]], np.int32), seqused_k=np.array([20], np.int32),
-        ...     cu_seqlens_q=np.array([0, 1], np.int32), max_seqlen_q=1,
-        ... )
+        ...     q, k_cache, v_cache, block_table=np.array([[5, 2]], np.int32),
+        seqused_k=np.array([20], np.int32), ...     cu_seqlens_q=np.array([0, 1], np.int32),
+        max_seqlen_q=1, ... )
     """
     if plan is not None or workspace is not None:
         name = "workspace" if plan is None else "plan"
-        raise ValueError(f"paged_attention: {name} must be None: the CPU backend schedules each call by itself")
+        raise ValueError(
+            f"paged_attention: {name} must be None: the CPU backend schedules each call by itself"
+        )
     if block_table is None:
         raise TypeError("paged_attention: block_table must be a DLPack tensor, got None")
     if seqused_k is None:
@@ -169,23 +184,24 @@ def attend(
     validate: bool,
     stream: Any,
 ) -> Any:
-    """Allocate the results that are not given and call the extension: the common part of every door to attention.
+    """Allocate the results that are not given and call the extension, for every door to attention.
 
-    Without block_table, k_cache and v_cache are packed rows [total_k, Hkv, D] with cu_seqlens_k. Without cu_seqlens_q,
-    every sequence has one query.
+    Without block_table, k_cache and v_cache are packed rows [total_k, Hkv, D] with cu_seqlens_k.
+    Without cu_seqlens_q, every sequence has one query.
     """
     given_out = out is not None
-    if not given_out:
+    given_lse = softmax_lse is not None
+    if not given_out or (return_softmax_lse and not given_lse):
         total_q, num_q_heads, _ = shape_of("paged_attention", "q", q, 3, "[T, Hq, D]")
+    if not given_out:
         v_shape = getattr(v_cache, "shape", None)
         if not v_shape:
-            raise TypeError(f"paged_attention: v_cache must be a DLPack tensor, got {type(v_cache).__qualname__}")
+            kind = type(v_cache).__qualname__
+            raise TypeError(f"paged_attention: v_cache must be a DLPack tensor, got {kind}")
         head_dim_v = v_shape[2] if layout == "legacy" else v_shape[-1]
-        dtype = "bfloat16" if str(q.dtype).endswith(_FLOAT8) else None
-        out = empty(q, (total_q, num_q_heads, head_dim_v), dtype)
-    given_lse = softmax_lse is not None
+        is_float8 = q.dtype.itemsize == 1 and str(q.dtype).endswith(_FLOAT8)
+        out = empty(q, (total_q, num_q_heads, head_dim_v), "bfloat16" if is_float8 else None)
     if return_softmax_lse and not given_lse:
-        total_q, num_q_heads, _ = shape_of("paged_attention", "q", q, 3, "[T, Hq, D]")
         softmax_lse = empty(q, (num_q_heads, total_q), "float32")
     try:
         window_left, window_right = window
@@ -255,19 +271,21 @@ def merge_states(
     lse: SupportsDLPack | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Merge two attentions of the same queries over disjoint sets of keys into the attention over both, exactly.
+    """Merge two attentions of the same queries over disjoint sets of keys, exactly.
 
     T query tokens, Hq heads, head dimension Dv.
 
     Args:
         out_a: [T, Hq, Dv], float32, float16 or bfloat16, dense last dimension.
-        lse_a: float32 [Hq, T], natural logarithm, any strides. Either infinity says that this side saw no key; its
-            values in out_a are then ignored.
+        lse_a: float32 [Hq, T], natural logarithm, any strides. Either infinity says that this side
+            saw no key; its values in out_a are then ignored.
         out_b: likewise, out_a's dtype.
         lse_b: likewise.
-        out: written; like out_a, and may be out_a or out_b itself. None allocates in out_a's framework.
+        out: written; like out_a, and may be out_a or out_b itself. None allocates in out_a's
+            framework.
         lse: written; like lse_a, and may be lse_a or lse_b itself. None allocates.
-        stream: CUDA stream: an int, an object with ``__cuda_stream__``, or None for the current stream of out_a's framework.
+        stream: CUDA stream: an int, an object with ``__cuda_stream__``, or None for the current
+            stream of out_a's framework.
 
     Returns:
         (out, lse). Where both sides saw no key, out is 0 and lse -inf.
@@ -281,7 +299,14 @@ def merge_states(
 
 
 def merge(
-    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any, tokens_with_a: int, stream: Any
+    out_a: Any,
+    lse_a: Any,
+    out_b: Any,
+    lse_b: Any,
+    out: Any,
+    lse: Any,
+    tokens_with_a: int,
+    stream: Any,
 ) -> tuple[Any, Any]:
     """Merge the first ``tokens_with_a`` tokens (-1: all) and take b alone for the rest."""
     given_out, given_lse = out is not None, lse is not None

@@ -114,7 +114,8 @@ class BlockPool:
 
         The cost is O(T + B), and O(pages) for each row of the block table that does not hold the
         sequence it held in the last step. So keep sequences at their rows: when one ends, put the
-        last of the batch in its place.
+        last of the batch in its place. The table doubles when it is too small; that step writes
+        every row.
 
         Args:
             sequences: [B] ids, each at most once; a list, or an int64 array.

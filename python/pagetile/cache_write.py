@@ -28,20 +28,22 @@ def cache_write(
     T tokens, Hkv KV heads, head dimension D (of V: Dv, which may differ), P pages of S tokens.
 
     Args:
-        k: [T or more, Hkv, D], float32, float16 or bfloat16, any row and head stride, dense last dimension.
-            Rows past T are ignored.
+        k: [T or more, Hkv, D], float32, float16 or bfloat16, any row and head stride, dense last
+            dimension. Rows past T are ignored.
         v: [T or more, Hkv, Dv], k's dtype.
-        k_cache: written; [P, S, Hkv, D] ("NHD") or [P, Hkv, S, D] ("HND"), any strides, dense last dimension.
-            k's dtype, or float8_e4m3fn, float8_e5m2, or uint8 with ``kv_dtype``.
+        k_cache: written; [P, S, Hkv, D] ("NHD") or [P, Hkv, S, D] ("HND"), any strides, dense last
+            dimension. k's dtype, or float8_e4m3fn, float8_e5m2, or uint8 with ``kv_dtype``.
         v_cache: written; likewise with Dv, k_cache's dtype.
-        slot_mapping: [T], int64 or int32: page * S + offset. A slot below 0 or at P * S and above is skipped.
-            A slot that comes twice is a race.
-        k_scale: float32, 1 or Hkv elements, only for fp8 caches: stored = saturate(k / k_scale), rounded to the
-            nearest, ties to even; infinities saturate, NaN stays NaN. None is 1.
+        slot_mapping: [T], int64 or int32: page * S + offset. A slot below 0 or at P * S and above
+            is skipped. A slot that comes twice is a race.
+        k_scale: float32, 1 or Hkv elements, only for fp8 caches: stored = saturate(k / k_scale),
+            rounded to the nearest, ties to even; infinities saturate, NaN stays NaN. None is 1.
         v_scale: likewise for v.
-        kv_dtype: "auto" (the caches' own dtype), "fp8" or "fp8_e4m3", "fp8_e5m2", "float16", "bfloat16", "float32".
+        kv_dtype: "auto" (the caches' own dtype), "fp8" or "fp8_e4m3", "fp8_e5m2", "float16",
+            "bfloat16", "float32".
         layout: "NHD" or "HND".
-        stream: CUDA stream: an int, an object with ``__cuda_stream__``, or None for the current stream of k's framework.
+        stream: CUDA stream: an int, an object with ``__cuda_stream__``, or None for the current
+            stream of k's framework.
 
     Raises:
         ValueError: a shape, dtype, stride, device or option does not fit; nothing has been written.
@@ -50,11 +52,15 @@ def cache_write(
 
     Example:
         >>> import numpy as np, pagetile
-        >>> k_cache, v_cache = np.zeros((2, 8, 16, 4, 64), np.float32)  # 8 pages of 16 tokens, 4 heads of 64
+        >>> k_cache, v_cache = np.zeros((2, 8, 16, 4, 64), np.float32)  # 8 pages of 16 tokens, 4
+        heads of 64
         >>> k, v = np.ones((2, 3, 4, 64), np.float32)
-        >>> pagetile.cache_write(k, v, k_cache, v_cache, np.array([16, 17, -1]))  # page 1; the last token is skipped
+        >>> pagetile.cache_write(k, v, k_cache, v_cache, np.array([16, 17, -1]))  # page 1; the last
+        token is skipped
     """
     try:
-        _C.cache_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, kv_dtype, layout, stream)
+        _C.cache_write(
+            k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, kv_dtype, layout, stream
+        )
     except TypeError as error:
         explain_scalars("cache_write", error, kv_dtype=(str, kv_dtype), layout=(str, layout))

@@ -45,7 +45,7 @@ def _describe_device(device: dict[str, Any]) -> str:
     major, minor = device["capability"]
     memory = device["memory_bytes"] / 2**30
     covered = (
-        "kernels: " + ", ".join(device["families"])
+        "kernel families " + ", ".join(device["families"])
         if device["families"]
         else "not covered by this build"
     )

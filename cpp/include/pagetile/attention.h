@@ -8,7 +8,8 @@
 
 namespace pagetile {
 
-// Attention of a packed batch of queries over a paged KV cache. Strides are in elements; last dimensions are dense.
+// Attention of a packed batch of queries over a paged KV cache. Strides are in elements; last
+// dimensions are dense.
 struct AttentionParams {
     // Sizes
     int64_t batch = 0;         // B
@@ -37,7 +38,8 @@ struct AttentionParams {
     // Keys and values
     CacheView k_cache;
     CacheView v_cache;
-    const int32_t* block_table = nullptr;  // [B, max_pages]; null: K and V are packed rows, page_size 1, num_pages = total_k
+    const int32_t* block_table =
+        nullptr;  // [B, max_pages]; null: K and V are packed rows, page_size 1, num_pages = total_k
     int64_t block_table_stride = 0;
     const int32_t* seqused_k = nullptr;     // [B]; may be null with cu_seqlens_k
     const int32_t* cu_seqlens_k = nullptr;  // [B + 1]; only for packed rows
@@ -47,7 +49,8 @@ struct AttentionParams {
     bool causal = true;        // bottom-right: query i sees key j iff j <= i + seqused_k - q_len
     int64_t window_left = -1;  // inclusive, -1 unlimited
     int64_t window_right = -1;
-    float softcap = 0.0f;  // 0 is off; score = softcap * tanh(score / softcap), before bias and mask
+    float softcap =
+        0.0f;  // 0 is off; score = softcap * tanh(score / softcap), before bias and mask
     const float* alibi_slopes = nullptr;  // [Hq] (batch stride 0) or [B, Hq]; may be null
     int64_t alibi_batch_stride = 0;
     int64_t alibi_head_stride = 0;
@@ -74,9 +77,10 @@ struct AttentionParams {
     Device device;
 };
 
-// Throws std::invalid_argument on sizes, types and (with validate) metadata it cannot take, NotBuiltError where the
-// device has no kernel. Whatever the metadata holds, nothing outside the tensors is read or written: a page outside the
-// pool reads as zeros, lengths are clamped to what the tensors can hold.
+// Throws std::invalid_argument on sizes, types and (with validate) metadata it cannot take,
+// NotBuiltError where the device has no kernel. Whatever the metadata holds, nothing outside the
+// tensors is read or written: a page outside the pool reads as zeros, lengths are clamped to what
+// the tensors can hold.
 void paged_attention(const AttentionParams& params, Stream stream);
 
 // Two partial attentions of the same queries over disjoint keys, merged exactly.
@@ -94,7 +98,8 @@ struct MergeStatesParams {
     const void* out_b = nullptr;  // [T, Hq, Dv]
     int64_t b_row_stride = 0;
     int64_t b_head_stride = 0;
-    const float* lse_a = nullptr;  // [Hq, T]; either infinity: this side saw no key, and its values are ignored
+    const float* lse_a =
+        nullptr;  // [Hq, T]; either infinity: this side saw no key, and its values are ignored
     int64_t lse_a_head_stride = 0;
     int64_t lse_a_row_stride = 0;
     const float* lse_b = nullptr;  // [Hq, T]

@@ -24,14 +24,16 @@ struct Step {
     std::vector<int32_t> seqused_k;     // [B], new tokens included
     std::vector<int32_t> cu_seqlens_q;  // [B + 1]
 
-    // [B, max_pages], row stride block_table_stride; 0 past a sequence's last page. The pool owns the entries and rewrites
-    // them in the next append; the memory itself lives as long as any Step that points to it.
+    // [B, max_pages], row stride block_table_stride; 0 past a sequence's last page. The pool owns
+    // the entries: the next append may rewrite them. The memory itself lives as long as any Step
+    // that points to it.
     std::shared_ptr<int32_t[]> block_table;
     int64_t block_table_stride = 0;
     int64_t max_pages = 0;  // pages of the longest sequence, at least 1
 
-    // Pages to copy before this step's cache_write: page copy_dst[i] = page copy_src[i], in all layers' caches. No page is
-    // both a source and a destination, and no destination comes twice: they can be copied at once, in any order.
+    // Pages to copy before this step's cache_write: page copy_dst[i] = page copy_src[i], in every
+    // layer's caches. No page is both a source and a destination, and no destination comes twice:
+    // copy them at once, in any order.
     std::vector<int32_t> copy_src;  // [n]
     std::vector<int32_t> copy_dst;  // [n]
 
@@ -40,11 +42,13 @@ struct Step {
     int32_t max_seqlen_k = 0;
 };
 
-// Host bookkeeping of a paged KV cache: which page holds which tokens of which sequence. It never sees the cache itself.
+// Host bookkeeping of a paged KV cache: which page holds which tokens of which sequence. It never
+// sees the cache.
 //
-// A sequence is named by an id that is used once: after free() the id is refused for ever. Forked sequences share their
-// pages, which are counted; only a shared page that is partly filled is copied, when one of its owners appends.
-// Pages are reused last in, first out. A call that throws has changed nothing. Not thread-safe.
+// A sequence is named by an id that is used once: after free() the id is refused for ever. Forked
+// sequences share their pages, which are counted; only a shared page that is partly filled is
+// copied, when one of its owners appends. Pages are reused last in, first out. A call that throws
+// has changed nothing. Not thread-safe.
 //
 //     pagetile::BlockPool pool(/*num_pages=*/1024, /*page_size=*/16);
 //     const std::vector<int64_t> sequences = {pool.allocate(), pool.allocate()};
@@ -53,7 +57,8 @@ struct Step {
 //     pool.append(sequences, std::vector<int64_t>{1}, step);      // decode: one token each
 class BlockPool {
 public:
-    // num_pages, page_size: 1 .. 2^31 - 1, else std::invalid_argument. Memory grows with the pages in use.
+    // num_pages, page_size: 1 .. 2^31 - 1, else std::invalid_argument. Memory grows with the pages
+    // in use.
     BlockPool(int64_t num_pages, int64_t page_size);
 
     BlockPool(BlockPool&&) noexcept = default;
@@ -68,12 +73,14 @@ public:
     // Ends a sequence; its pages return to the pool, save those that a fork still holds.
     void free(int64_t sequence);
 
-    // Makes room for num_tokens[i] more tokens of sequences[i] and describes the step. num_tokens holds one count for each
-    // sequence, or a single one for all; 0 is allowed. Costs O(T + B), and O(pages) for each row of the block table that
-    // does not hold the sequence it held in the last step: keep sequences at their rows.
-    // A Step may be used again; it then allocates nothing in a steady batch. After an exception its contents are unspecified.
-    // Throws OutOfPagesError, or std::invalid_argument for an id that is not live or comes twice, a count below 0, a
-    // sequence beyond 2^31 - 1 tokens, or a step beyond 2^31 - 1 tokens.
+    // Makes room for num_tokens[i] more tokens of sequences[i] and describes the step. num_tokens
+    // holds a count for each sequence, or a single one for all; 0 is allowed.
+    // Costs O(T + B), and O(pages) for each row of the block table that does not hold the sequence
+    // it held in the last step: keep sequences at their rows. The table doubles when it is too
+    // small; that step writes every row. A Step may be used again; in a steady batch that allocates
+    // nothing. After an exception it holds no step. Throws OutOfPagesError, or
+    // std::invalid_argument for an id that is not live or comes twice, a count below 0, a sequence
+    // beyond 2^31 - 1 tokens, or a step beyond 2^31 - 1 tokens.
     void append(
         std::span<const int64_t> sequences, std::span<const int64_t> num_tokens, Step& step
     );

@@ -7,7 +7,8 @@
 
 namespace pagetile {
 
-// One fp32 scale for all, or one for each KV head (and sequence, in attention). Null: 1. Strides in elements, 0 repeats.
+// One fp32 scale for all, or one for each KV head (and sequence, in attention). Null: 1. Strides in
+// elements, 0 repeats.
 struct Scale {
     const float* data = nullptr;
     int64_t batch_stride = 0;
@@ -23,9 +24,10 @@ struct NewRows {
 };
 
 // A paged cache. Element (page, token, head, d) stands at
-//     page * page_stride + token * token_stride + head * head_stride + (d / chunk) * chunk_stride + d % chunk.
-// chunk == head_dim is the usual dense row (NHD, HND, packed [.., 2 * head_dim]: strides say which). The legacy layouts
-// split the row: K [pages, heads, head_dim / x, page_size, x] has chunk x, V [pages, heads, head_dim, page_size] has chunk 1.
+//     page * page_stride + token * token_stride + head * head_stride + (d / chunk) * chunk_stride +
+// d % chunk. chunk == head_dim is the usual dense row (NHD, HND, packed [.., 2 * head_dim]: strides
+// say which). The legacy layouts split the row: K [pages, heads, head_dim / x, page_size, x] has
+// chunk x, V [pages, heads, head_dim, page_size] has chunk 1.
 template <class Byte>
 struct PagedView {
     Byte* data = nullptr;
@@ -55,7 +57,8 @@ struct CacheWriteParams {
     NewRows v;
     MutableCacheView k_cache;
     MutableCacheView v_cache;
-    const void* slot_mapping = nullptr;  // [T], int64 or int32: page * page_size + offset. Outside [0, pages * page_size): skipped
+    // [T], int64 or int32: page * page_size + offset. Outside [0, num_pages * page_size): skipped
+    const void* slot_mapping = nullptr;
     DType slot_dtype = DType::kInt64;
     Scale k_scale;  // 1 or num_kv_heads; stored = saturate(x / scale). Only for fp8 caches
     Scale v_scale;
@@ -64,8 +67,8 @@ struct CacheWriteParams {
 };
 
 // Writes rows 0..T-1 of k and v into their slots.
-// Throws std::invalid_argument on sizes and types it cannot take, NotBuiltError where the device has no kernel.
-// Two tokens with one slot are a race, as in every cache-write kernel.
+// Throws std::invalid_argument on sizes and types it cannot take, NotBuiltError where the device
+// has no kernel. Two tokens with one slot are a race, as in every cache-write kernel.
 void cache_write(const CacheWriteParams& params, Stream stream);
 
 }  // namespace pagetile

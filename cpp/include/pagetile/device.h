@@ -14,7 +14,8 @@ struct Device {
     bool operator==(const Device&) const = default;
 };
 
-// A CUDA stream as an address, so that these headers need no CUDA. 0 is the legacy default stream; the CPU ignores it.
+// A CUDA stream as an address, so that these headers need no CUDA. 0 is the legacy default stream;
+// the CPU ignores it.
 using Stream = uintptr_t;
 
 }  // namespace pagetile

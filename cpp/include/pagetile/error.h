@@ -6,7 +6,8 @@
 
 namespace pagetile {
 
-// A combination of device, type and shape that this build has no kernel for. The message lists what it has.
+// A combination of device, type and shape that this build has no kernel for. The message lists what
+// it has.
 struct NotBuiltError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -24,8 +25,9 @@ template <class... Parts>
 }
 
 // Throws std::invalid_argument (Python: ValueError) unless the condition holds.
-// The parts are put together on failure alone: "paged_attention: num_splits must be >= 0, got -1". Where computing one of
-// them costs time, `if (...) { fail(...); }` keeps it off the path of a good call.
+// The parts are put together on failure alone: "paged_attention: num_splits must be >= 0, got -1".
+// Where computing one of them costs time, `if (...) { fail(...); }` keeps it off the path of a good
+// call.
 template <class... Parts>
 void check(bool condition, const Parts&... parts) {
     if (!condition) [[unlikely]] {

@@ -1,4 +1,5 @@
-// Picks the CPU kernels once: the build has one set for each instruction set level, and the machine decides.
+// Picks the CPU kernels once: the build has one set for each instruction set level, and the machine
+// decides.
 
 #include "common/cpu_features.h"
 
@@ -11,9 +12,11 @@ namespace pagetile {
 namespace x86_64_v1 {
 extern const CpuKernels kKernels;
 }
+
 namespace x86_64_v3 {
 extern const CpuKernels kKernels;
 }
+
 namespace x86_64_v4 {
 extern const CpuKernels kKernels;
 }
@@ -44,7 +47,8 @@ const CpuKernels& cpu_kernels() {
             if (set.supported && best == nullptr) {
                 best = set.kernels;
             }
-            if (set.supported && wanted != nullptr && std::string_view(wanted) == set.kernels->isa) {
+            if (set.supported && wanted != nullptr &&
+                std::string_view(wanted) == set.kernels->isa) {
                 return *set.kernels;
             }
         }

@@ -11,7 +11,16 @@ void throw_not_built(const char* function, Device device) {
     std::string gpu = message("CUDA device ", device.index);
     for (const DeviceInfo& info : devices().found) {
         if (info.index == device.index) {
-            gpu = message(gpu, " (", info.name, ", capability ", info.capability_major, ".", info.capability_minor, ")");
+            gpu = message(
+                gpu,
+                " (",
+                info.name,
+                ", capability ",
+                info.capability_major,
+                ".",
+                info.capability_minor,
+                ")"
+            );
         }
     }
     std::string built;
@@ -23,7 +32,7 @@ void throw_not_built(const char* function, Device device) {
         }
         built += family.kernels.empty() ? " none" : "";
     }
-    throw NotBuiltError(message(function, ": no kernel for ", gpu, " is built (built: ", built, ")"));
+    throw NotBuiltError(message(function, ": not built for ", gpu, "; built: ", built));
 }
 
 }  // namespace pagetile

@@ -34,7 +34,12 @@ int max_threads() {
 #endif
 }
 
-void parallel_for(int64_t count, int64_t grain, void (*body)(const void* context, int64_t index), const void* context) {
+void parallel_for(
+    int64_t count,
+    int64_t grain,
+    void (*body)(const void* context, int64_t index),
+    const void* context
+) {
 #ifdef _OPENMP
     if (count > grain && max_threads() > 1) {
         std::exception_ptr failure;  // the first one; an exception must not leave a parallel region
@@ -60,14 +65,14 @@ void parallel_for(int64_t count, int64_t grain, void (*body)(const void* context
 
 void* thread_scratch(size_t bytes) {
     constexpr std::align_val_t kAlignment{64};
+
     struct Buffer {
         void* data = nullptr;
         size_t size = 0;
 
-        ~Buffer() {
-            ::operator delete(data, kAlignment);
-        }
+        ~Buffer() { ::operator delete(data, kAlignment); }
     };
+
     thread_local Buffer buffer;
     if (buffer.size < bytes) {
         ::operator delete(buffer.data, kAlignment);

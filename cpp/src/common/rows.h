@@ -1,13 +1,15 @@
 #pragma once
 
-// Rows of any float type to fp32 and back, through plain or chunked addresses. For the per-instruction-set kernels.
+// Rows of any float type to fp32 and back, through plain or chunked addresses. For the
+// per-instruction-set kernels.
 
 #include "common/vec.h"
 
 namespace pagetile::PAGETILE_ISA {
 
 // Reads n elements that stand in chunks: element d at (d / chunk) * chunk_stride + d % chunk.
-using RowReader = void (*)(const void* from, float* to, int64_t n, int64_t chunk, int64_t chunk_stride);
+using RowReader =
+    void (*)(const void* from, float* to, int64_t n, int64_t chunk, int64_t chunk_stride);
 // Writes n elements densely.
 using RowWriter = void (*)(const float* from, void* to, int64_t n);
 
@@ -27,7 +29,9 @@ void read_row(const void* from, float* to, int64_t n, int64_t chunk, int64_t chu
 template <DType kTo>
 void write_row(const float* from, void* to, int64_t n) {
     auto* target = static_cast<typename Element<kTo>::Storage*>(to);
-    for_each_vector<DType::kFloat32>(from, n, [&](int64_t i, int64_t lanes, Vec v) { store_first<kTo>(target + i, lanes, v); });
+    for_each_vector<DType::kFloat32>(from, n, [&](int64_t i, int64_t lanes, Vec v) {
+        store_first<kTo>(target + i, lanes, v);
+    });
 }
 
 inline RowReader row_reader(DType dtype) {

@@ -235,21 +235,22 @@ def flash_attn_varlen_func(
         ValueError, TypeError: shapes, types, devices or values do not fit; nothing is written.
     """
     function = "flash_attn_varlen_func"
-    for name, value in (
-        ("q_v", q_v),
-        ("output_scale", output_scale),
-        ("mask_mod", mask_mod),
-        ("aux_tensors", aux_tensors),
-        ("dynamic_causal", dynamic_causal),
-    ):
-        if value is not None:
-            _refuse(function, name, f"a {type(value).__name__}", "None")
+    if q_v is not None:
+        _refuse(function, "q_v", "a tensor", "None")
     if dropout_p != 0:
         _refuse(function, "dropout_p", dropout_p, "0")
     if return_attn_probs:
         _refuse(function, "return_attn_probs", return_attn_probs, "False")
+    if output_scale is not None:
+        _refuse(function, "output_scale", "a tensor", "None")
     if cp_world_size != 1:
         _refuse(function, "cp_world_size", cp_world_size, "1")
+    if mask_mod is not None:
+        _refuse(function, "mask_mod", "a function", "None")
+    if aux_tensors is not None:
+        _refuse(function, "aux_tensors", "tensors", "None")
+    if dynamic_causal is not None:
+        _refuse(function, "dynamic_causal", "a tensor", "None")
     if cu_seqlens_q is None:
         raise TypeError(f"{function}: cu_seqlens_q must be a DLPack tensor, got None")
     if (cu_seqlens_k is None) == (seqused_k is None):
@@ -260,16 +261,16 @@ def flash_attn_varlen_func(
     if block_table is None and seqused_k is not None:
         allowed = "a table, or cu_seqlens_k for packed K and V"
         _refuse(function, "block_table", "None with seqused_k", allowed)
-    for name, tensor in (("k", k), ("v", v)):
-        if _dtype_name(tensor) == "uint8":
-            raise TypeError(
-                f"{function}: {name} must be viewed as float8_e4m3fn or float8_e5m2, got uint8"
-            )
-    if not _dtype_name(q).startswith("float8"):
-        q_descale = None
-    if not _dtype_name(k).startswith("float8"):
+    k_dtype = _dtype_name(k)
+    if k_dtype == "uint8":
+        raise TypeError(
+            f"{function}: k and v must be viewed as float8_e4m3fn or float8_e5m2, got uint8"
+        )
+    if not k_dtype.startswith("float8"):
         k_descale = v_descale = None
-    window = (-1, -1) if window_size is None else tuple(window_size)
+    if q_descale is not None and not _dtype_name(q).startswith("float8"):
+        q_descale = None
+    window = (-1, -1) if window_size is None else window_size
     return _call(
         attend, function, _VARLEN_NAMES,
         q, k, v, block_table, seqused_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -310,7 +311,7 @@ def merge_attn_states(
     """
     function = "merge_attn_states"
     if output_scale is not None:
-        _refuse(function, "output_scale", f"a {type(output_scale).__name__}", "None")
+        _refuse(function, "output_scale", "a tensor", "None")
     if prefill_tokens_with_context is None:
         tokens_with_prefix = -1
     elif prefill_tokens_with_context >= 0:

@@ -1,7 +1,8 @@
 #pragma once
 
-// The two matrix products of a tile, over fp32 rows found by pointer. Every sum is built in an order that depends on the
-// row and the key alone, never on the rows computed beside it: that is what makes results independent of batch and chunk.
+// The two matrix products of a tile, over fp32 rows found by pointer. Every sum is built in an
+// order that depends on the row and the key alone, never on the rows computed beside it: that is
+// what makes results independent of batch and chunk.
 
 #include "common/cpu_kernels.h"
 #include "common/vec.h"
@@ -12,7 +13,8 @@ namespace pagetile::PAGETILE_ISA {
 
 using LaneSequence = std::make_integer_sequence<int, kLanes>;
 
-// Lane of the pair (a, b) that lane `i` of add_halves<kWidth>(a, b) adds to the lane kWidth after it.
+// Lane of the pair (a, b) that lane `i` of add_halves<kWidth>(a, b) adds to the lane kWidth after
+// it.
 template <int kWidth>
 constexpr int half_source(int i) {
     const int vec = i / (kLanes / 2);
@@ -22,11 +24,12 @@ constexpr int half_source(int i) {
 
 template <int kWidth, int... kIndex>
 [[gnu::always_inline]] inline Vec add_halves(Vec a, Vec b, std::integer_sequence<int, kIndex...>) {
-    return __builtin_shufflevector(a, b, half_source<kWidth>(kIndex)...)
-           + __builtin_shufflevector(a, b, (half_source<kWidth>(kIndex) + kWidth)...);
+    return __builtin_shufflevector(a, b, half_source<kWidth>(kIndex)...) +
+           __builtin_shufflevector(a, b, (half_source<kWidth>(kIndex) + kWidth)...);
 }
 
-// kLanes vectors -> one vector whose lane i is the sum of vector i: the tree of reduce_add(), all of them at once.
+// kLanes vectors -> one vector whose lane i is the sum of vector i: the tree of reduce_add(), all
+// of them at once.
 template <int kWidth>
 [[gnu::always_inline]] inline Vec reduce_all(Vec (&sums)[kLanes]) {
 #pragma GCC unroll 16
@@ -40,9 +43,12 @@ template <int kWidth>
     }
 }
 
-// scores[r][n] = q_rows[r] . keys[n] for kRows rows and kLanes / kRows keys: one accumulator for each pair.
+// scores[r][n] = q_rows[r] . keys[n] for kRows rows and kLanes / kRows keys: one accumulator for
+// each pair.
 template <int kRows>
-[[gnu::always_inline]] inline void dot_block(const float* q_rows, int64_t dim, const float* const* keys, float* scores) {
+[[gnu::always_inline]] inline void dot_block(
+    const float* q_rows, int64_t dim, const float* const* keys, float* scores
+) {
     constexpr int kKeys = kLanes / kRows;
     Vec sums[kLanes] = {};
     for (int64_t d = 0; d < dim; d += kLanes) {
@@ -67,16 +73,25 @@ template <int kRows>
     }
 }
 
-// Scores of kRows rows against keys [begin, end) of the tile. begin and end are rounded outwards to the block of keys.
+// Scores of kRows rows against keys [begin, end) of the tile. begin and end are rounded outwards to
+// the block of keys.
 template <int kRows>
-inline void score_rows(const float* q_rows, int64_t dim, const float* const* keys, int64_t begin, int64_t end, float* scores) {
+inline void score_rows(
+    const float* q_rows,
+    int64_t dim,
+    const float* const* keys,
+    int64_t begin,
+    int64_t end,
+    float* scores
+) {
     constexpr int64_t kKeys = kLanes / kRows;
     for (int64_t n = begin / kKeys * kKeys; n < end; n += kKeys) {
         dot_block<kRows>(q_rows, dim, keys + n, scores + n);
     }
 }
 
-// out[r] += sum over n in [begin, end) of weights[r][n] * values[n], keys in ascending order, kVecs vectors of columns at d.
+// out[r] += sum over n in [begin, end) of weights[r][n] * values[n], keys in ascending order, kVecs
+// vectors of columns at d.
 template <int kRows, int kVecs>
 [[gnu::always_inline]] inline void weigh_block(
     const float* weights,
@@ -122,7 +137,12 @@ template <int kRows, int kVecs>
 
 template <int kRows>
 inline void weigh_rows(
-    const float* weights, const float* const* values, int64_t begin, int64_t end, int64_t dim, float* out
+    const float* weights,
+    const float* const* values,
+    int64_t begin,
+    int64_t end,
+    int64_t dim,
+    float* out
 ) {
     if (begin >= end) {
         return;
