@@ -908,7 +908,7 @@ def test_tensors_of_an_unknown_framework():
     batch = Batch("cpu")
     names = ("q", "k", "v", "cu_seqlens_q", "seqused_k", "block_table")
     foreign = {name: Foreign(batch.arguments()[name]) for name in names}
-    with pytest.raises(TypeError, match=r"out must be given for a .*Foreign"):
+    with pytest.raises(TypeError, match=r"out must be given where q is a .*Foreign"):
         batch.run(**foreign)
     out = torch.empty_like(batch.q)
     batch.run(**foreign, out=Foreign(out), return_softmax_lse=False)

@@ -14,4 +14,7 @@ PAGETILE_CUDA=OFF "$venv/bin/python" -m pip install --quiet --no-deps --target "
     -Cbuild-dir="$out/obj" -Ccmake.define.PAGETILE_COVERAGE=ON .
 
 PYTHONPATH=$out/site "$venv/bin/python" -m pytest -q --cov=pagetile --cov-report=term-missing --cov-fail-under=95
-"$venv/bin/gcovr" --root . --filter 'cpp/src/' --exclude '.*/sm[0-9]+/' --fail-under-line 95 "$out/obj"
+
+# The library's objects alone. Their templates exist once a type and instruction set; a line counts if any of them ran.
+"$venv/bin/gcovr" --root . --merge-lines --filter 'cpp/src/' --exclude '.*/sm[0-9]+/' --fail-under-line 95 \
+    "$out/obj/cpp/CMakeFiles"

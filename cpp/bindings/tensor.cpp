@@ -240,8 +240,13 @@ void Tensor::describe(const nb::dlpack::dltensor& tensor) {
         strides_[i] = tensor.strides == nullptr ? dense : tensor.strides[i];
         dense *= sizes_[i];
     }
-    static char empty[8] = {};  // a given tensor without elements still is a given tensor
-    data_ = tensor.data == nullptr ? empty : static_cast<char*>(tensor.data) + tensor.byte_offset;
+    if (tensor.data == nullptr && numel() > 0) {
+        throw nb::type_error(
+            message(function_, ": ", name_, " has no memory (a fake or meta tensor?)").c_str()
+        );
+    }
+    static char empty = 0;  // a given tensor without elements still is a given tensor
+    data_ = tensor.data == nullptr ? &empty : static_cast<char*>(tensor.data) + tensor.byte_offset;
 }
 
 int64_t Tensor::numel() const {

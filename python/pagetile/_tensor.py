@@ -40,9 +40,7 @@ def _empty_cupy(like: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
 
 def _empty_jax(like: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
     if like.__dlpack_device__()[0] != 1:  # DLPack's number of the CPU
-        raise TypeError(
-            "out must be given for JAX arrays on a GPU: they cannot be written to once they exist"
-        )
+        raise TypeError("out must be given for JAX arrays on a GPU: they cannot be written to")
     return _C.empty(shape, str(like.dtype) if dtype is None else dtype)
 
 
@@ -63,28 +61,40 @@ def _type_name(tensor_type: type) -> str:
     )
 
 
-def _find_allocator(tensor_type: type) -> Allocator:
+def _find_allocator(function: str, name: str, like: Any) -> Allocator:
+    tensor_type = type(like)
     for base in tensor_type.__mro__:
         allocator = _ALLOCATORS.get(base.__module__.partition(".")[0])
         if allocator is not None:
             _allocator_of_type[tensor_type] = allocator
             return allocator
+    if not hasattr(tensor_type, "__dlpack__"):
+        raise TypeError(
+            f"{function}: {name} must be a DLPack tensor, got {_type_name(tensor_type)}"
+        )
     raise TypeError(
-        f"out must be given for a {_type_name(tensor_type)}: "
-        "pagetile allocates results for PyTorch, NumPy, JAX and CuPy"
+        f"{function}: out must be given where {name} is a {_type_name(tensor_type)}: "
+        "results are allocated for PyTorch, NumPy, JAX and CuPy alone"
     )
 
 
-def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
-    """Return a writable tensor of the framework and device of ``like``.
+def prepare(function: str, name: str, like: Any, meaning: str) -> tuple[int, ...]:
+    """Return the shape of the tensor that results are made like, of the rank of ``meaning``.
 
-    dtype is a name such as "bfloat16", or None for like's own.
-
-    For a JAX array it is a buffer that `finish` turns into one.
+    Raises TypeError where it is no tensor, or of a library that `empty` does not know.
     """
-    kind = type(like)
-    allocator = _allocator_of_type.get(kind) or _find_allocator(kind)
-    return allocator(like, shape, dtype)
+    if type(like) not in _allocator_of_type:
+        _find_allocator(function, name, like)
+    return shape_of(function, name, like, 3, meaning)
+
+
+def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
+    """Return a writable tensor of the framework and device of ``like``, which `prepare` has seen.
+
+    dtype is a name such as "bfloat16", or None for like's own. For a JAX array it is a buffer that
+    `finish` turns into one.
+    """
+    return _allocator_of_type[type(like)](like, shape, dtype)
 
 
 def finish(like: Any, result: Any) -> Any:
@@ -122,12 +132,18 @@ def current_stream(tensor: Any, device_index: int) -> int:
         return int(cupy.cuda.get_current_stream().ptr)
 
 
-def explain_scalars(function: str, error: TypeError, **scalars: tuple[type, Any]) -> NoReturn:
-    """Re-raise a TypeError of the extension, naming the argument where a scalar is to blame."""
-    for name, (wanted, value) in scalars.items():
+def explain_scalars(
+    function: str, error: TypeError, *scalars: tuple[str, type[Any], Any]
+) -> NoReturn:
+    """Re-raise a TypeError of the extension, naming the argument where a scalar is to blame.
+
+    scalars: (name, wanted type, value) of each argument that is no tensor.
+    """
+    for name, wanted, value in scalars:
         protocol = {int: "__index__", float: "__float__"}.get(wanted)
         if not isinstance(value, wanted) and not (protocol and hasattr(value, protocol)):
-            raise TypeError(
-                f"{function}: {name} must be {wanted.__name__}, got {_type_name(type(value))}"
-            ) from error
+            got = _type_name(type(value))
+            raise TypeError(f"{function}: {name} must be {wanted.__name__}, got {got}") from error
+        if wanted is int and not -(2**63) <= int(value) < 2**63:
+            raise ValueError(f"{function}: {name} must fit into 64 bits, got {value}") from error
     raise error

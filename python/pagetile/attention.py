@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagetile import _C
-from pagetile._tensor import SupportsDLPack, empty, explain_scalars, finish, shape_of
+from pagetile._tensor import SupportsDLPack, empty, explain_scalars, finish, prepare
 
 __all__ = ["merge_states", "paged_attention"]
 
@@ -192,13 +192,10 @@ def attend(
     given_out = out is not None
     given_lse = softmax_lse is not None
     if not given_out or (return_softmax_lse and not given_lse):
-        total_q, num_q_heads, _ = shape_of("paged_attention", "q", q, 3, "[T, Hq, D]")
+        total_q, num_q_heads, _ = prepare("paged_attention", "q", q, "[T, Hq, D]")
     if not given_out:
-        v_shape = getattr(v_cache, "shape", None)
-        if not v_shape:
-            kind = type(v_cache).__qualname__
-            raise TypeError(f"paged_attention: v_cache must be a DLPack tensor, got {kind}")
-        head_dim_v = v_shape[2] if layout == "legacy" else v_shape[-1]
+        v_shape = getattr(v_cache, "shape", ())  # the extension says what is wrong with a v_cache
+        head_dim_v = v_shape[2 if layout == "legacy" else -1] if len(v_shape) > 2 else 0
         is_float8 = q.dtype.itemsize == 1 and str(q.dtype).endswith(_FLOAT8)
         out = empty(q, (total_q, num_q_heads, head_dim_v), "bfloat16" if is_float8 else None)
     if return_softmax_lse and not given_lse:
@@ -241,18 +238,18 @@ def attend(
         explain_scalars(
             "paged_attention",
             error,
-            max_seqlen_q=(int, max_seqlen_q),
-            max_seqlen_k=(int, 0 if max_seqlen_k is None else max_seqlen_k),
-            softmax_scale=(float, 0.0 if softmax_scale is None else softmax_scale),
-            causal=(bool, causal),
-            window=(int, window_left),
-            window_right=(int, window_right),
-            softcap=(float, softcap),
-            kv_dtype=(str, kv_dtype),
-            layout=(str, layout),
-            num_splits=(int, num_splits),
-            batch_invariant=(bool, batch_invariant),
-            validate=(bool, validate),
+            ("max_seqlen_q", int, max_seqlen_q),
+            ("max_seqlen_k", int, 0 if max_seqlen_k is None else max_seqlen_k),
+            ("softmax_scale", float, 0.0 if softmax_scale is None else softmax_scale),
+            ("causal", bool, causal),
+            ("window", int, window_left),
+            ("window", int, window_right),
+            ("softcap", float, softcap),
+            ("kv_dtype", str, kv_dtype),
+            ("layout", str, layout),
+            ("num_splits", int, num_splits),
+            ("batch_invariant", bool, batch_invariant),
+            ("validate", bool, validate),
         )
     if not given_out:
         out = finish(q, out)
@@ -311,7 +308,7 @@ def merge(
     """Merge the first ``tokens_with_a`` tokens (-1: all) and take b alone for the rest."""
     given_out, given_lse = out is not None, lse is not None
     if not given_out or not given_lse:
-        shape = shape_of("merge_states", "out_a", out_a, 3, "[T, Hq, Dv]")
+        shape = prepare("merge_states", "out_a", out_a, "[T, Hq, Dv]")
         if not given_out:
             out = empty(out_a, shape)
         if not given_lse:

@@ -63,4 +63,4 @@ def cache_write(
             k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, kv_dtype, layout, stream
         )
     except TypeError as error:
-        explain_scalars("cache_write", error, kv_dtype=(str, kv_dtype), layout=(str, layout))
+        explain_scalars("cache_write", error, ("kv_dtype", str, kv_dtype), ("layout", str, layout))
