@@ -145,5 +145,5 @@ def explain_scalars(
             got = _type_name(type(value))
             raise TypeError(f"{function}: {name} must be {wanted.__name__}, got {got}") from error
         if wanted is int and not -(2**63) <= int(value) < 2**63:
-            raise ValueError(f"{function}: {name} must fit into 64 bits, got {value}") from error
+            raise ValueError(f"{function}: {name} must be a 64-bit int, got {value}") from error
     raise error
