@@ -25,7 +25,7 @@ namespace {
 constexpr const char* kAttention = "paged_attention";
 constexpr const char* kMerge = "merge_states";
 
-// PAGETILE_VALIDATE=1 in the environment asks every call for what validate=True asks one call for.
+// PAGETILE_VALIDATE=1 in the environment is validate=True for every call.
 bool validate_by_environment() {
     const char* value = std::getenv("PAGETILE_VALIDATE");
     return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
@@ -57,7 +57,7 @@ void paged_attention_binding(
     const std::string& layout_name,
     int64_t num_splits,
     bool batch_invariant,
-    bool validate,
+    std::optional<bool> validate,
     nb::handle stream
 ) {
     const Tensor q(kAttention, "q", q_object);
@@ -233,7 +233,7 @@ void paged_attention_binding(
         .lse_row_stride = softmax_lse.given() ? softmax_lse.stride(1) : 0,
         .num_splits = num_splits,
         .batch_invariant = batch_invariant,
-        .validate = validate || validate_by_environment(),
+        .validate = validate.value_or(false) || validate_by_environment(),
         .device = q.device(),
     };
     const Stream on_stream = resolve_stream(kAttention, stream, q_object, params.device);
@@ -371,7 +371,7 @@ void export_attention(nb::module_& m) {
             "causal: bool, window_left: int, window_right: int, softcap: float, alibi_slopes: "
             "object, sinks: object, q_scale: object, "
             "k_scale: object, v_scale: object, kv_dtype: str, layout: str, num_splits: int, "
-            "batch_invariant: bool, validate: bool, "
+            "batch_invariant: bool, validate: bool | None, "
             "stream: object, /) -> None"
         )
     );

@@ -314,7 +314,7 @@ void Tensor::require_shape(std::initializer_list<int64_t> sizes, const char* mea
 void Tensor::require_dense_last_dim() const {
     const int last = ndim_ - 1;
     check(
-        sizes_[last] <= 1 || strides_[last] == 1,
+        sizes_[last] <= 1 || strides_[last] == 1 || numel() == 0,
         function_,
         ": ",
         name_,

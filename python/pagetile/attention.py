@@ -40,7 +40,7 @@ def paged_attention(
     out: SupportsDLPack | None = None,
     return_softmax_lse: bool = False,
     softmax_lse: SupportsDLPack | None = None,
-    validate: bool = False,
+    validate: bool | None = None,
     stream: Any = None,
 ) -> Any:
     """Attend from a packed batch of queries to the pages of each sequence, without gathering them.
@@ -181,7 +181,7 @@ def attend(
     out: Any,
     return_softmax_lse: bool,
     softmax_lse: Any,
-    validate: bool,
+    validate: bool | None,
     stream: Any,
 ) -> Any:
     """Allocate the results that are not given and call the extension, for every door to attention.
@@ -249,7 +249,7 @@ def attend(
             ("layout", str, layout),
             ("num_splits", int, num_splits),
             ("batch_invariant", bool, batch_invariant),
-            ("validate", bool, validate),
+            ("validate", bool, False if validate is None else validate),
         )
     if not given_out:
         out = finish(q, out)
