@@ -78,7 +78,8 @@ def paged_attention(
         v_scale: likewise, only for fp8 caches.
         kv_dtype: "auto" (the caches' own dtype), "fp8" or "fp8_e4m3", "fp8_e5m2", "float16",
             "bfloat16", "float32".
-        layout: "NHD" or "HND".
+        layout: "NHD", "HND", or "legacy": the layout of vLLM's first kernels, k_cache
+            [P, Hkv, D / x, S, x] and v_cache [P, Hkv, Dv, S].
         num_splits: cuts of each sequence that run in parallel: 0 chooses, 1 is off, n is at most n.
         batch_invariant: a sequence's bits depend on nothing but the sequence: not on the batch,
             splits or query chunks.

@@ -41,7 +41,8 @@ def cache_write(
         v_scale: likewise for v.
         kv_dtype: "auto" (the caches' own dtype), "fp8" or "fp8_e4m3", "fp8_e5m2", "float16",
             "bfloat16", "float32".
-        layout: "NHD" or "HND".
+        layout: "NHD", "HND", or "legacy": the layout of vLLM's first kernels, k_cache
+            [P, Hkv, D / x, S, x] and v_cache [P, Hkv, Dv, S].
         stream: CUDA stream: an int, an object with ``__cuda_stream__``, or None for the current
             stream of k's framework.
 

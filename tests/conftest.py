@@ -1,0 +1,65 @@
+"""Fixtures of every test: the devices, the hypothesis profiles."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import hypothesis
+import pagetile
+import pytest
+import torch
+
+DEVICES = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+_profile = {
+    "deadline": None,
+    "suppress_health_check": [
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.data_too_large,
+    ],
+}
+hypothesis.settings.register_profile("ci", max_examples=120, derandomize=True, **_profile)
+hypothesis.settings.register_profile("dev", max_examples=120, **_profile)
+hypothesis.settings.register_profile("thorough", max_examples=2000, **_profile)
+hypothesis.settings.load_profile(os.environ.get("PAGETILE_HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+@pytest.fixture(params=DEVICES, scope="module")
+def device(request):
+    """cpu, and cuda where there is one. A test module lists the functions it needs in USES."""
+    if request.param == "cuda":
+        for function in getattr(request.module, "USES", ()):
+            if reason := missing_kernels(function):
+                pytest.skip(reason)
+    return request.param
+
+
+@functools.cache
+def missing_kernels(function: str) -> str | None:
+    """Why `function` cannot run on this GPU, or None: one tiny call of the most usual kind."""
+    cuda = functools.partial(torch.zeros, device="cuda")
+    rows, cache = cuda(1, 1, 64, dtype=torch.bfloat16), cuda(1, 16, 1, 64, dtype=torch.bfloat16)
+    one, lse = cuda(1, dtype=torch.int32), cuda(1, 1)
+    calls = {
+        "cache_write": lambda: pagetile.cache_write(rows, rows, cache, cache.clone(), one.long()),
+        "paged_attention": lambda: pagetile.paged_attention(
+            rows, cache, cache, block_table=one[None], seqused_k=one + 1,
+            cu_seqlens_q=torch.arange(2, dtype=torch.int32, device="cuda"), max_seqlen_q=1,
+        ),
+        "merge_states": lambda: pagetile.merge_states(rows, lse, rows, lse),
+    }  # fmt: skip
+    try:
+        calls[function]()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "not built" in str(error):
+            return f"{function} has no CUDA kernel in this build: {error}"
+        raise
+    return None
