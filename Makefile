@@ -1,0 +1,58 @@
+# A target is a line or two. What takes more is a script in tools/.
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_VENV ?= .venv-demo
+PAGETILE_CUDA ?= OFF
+export PYTHON PAGETILE_CUDA
+
+BIN := $(VENV)/bin
+INSTALLED := .pagetile-cuda-$(PAGETILE_CUDA)
+SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake cpp python tools/build_backend -type f ! -name '*.pyc')
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint coverage bench wheel cuda cpp-example clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(DEMO_VENV)/$(INSTALLED) ## install the CPU build into a new environment and decode a batch over a paged cache
+	$(DEMO_VENV)/bin/python examples/quickstart.py
+
+test: $(VENV)/$(INSTALLED) ## run the tests against the installed package (PAGETILE_CUDA=ON: with the CUDA kernels)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/$(INSTALLED) ## check formats, ruff, and the types of the installed package
+	$(BIN)/pre-commit run --all-files --show-diff-on-failure
+	$(BIN)/mypy --strict -p pagetile
+
+coverage: $(VENV)/.tools ## run the tests on an instrumented build; fail under 95 % of lines, Python or C++
+	tools/coverage.sh $(VENV)
+
+bench: $(VENV)/$(INSTALLED) ## run the benchmarks
+	tools/bench.sh $(VENV)
+
+wheel: dist/.built ## build the wheel with the CUDA kernels into dist/
+
+cuda: dist/.built ## the same, then check its log for spills, local memory and lost performance
+	tools/check_build_log.sh build/wheel.log
+
+cpp-example: $(VENV)/.tools ## install the C++ library, then build and run examples/cpp against it
+	tools/cpp_example.sh $(VENV)
+
+clean: ## remove what was built, the environments too
+	rm -rf build dist $(VENV) $(DEMO_VENV)
+
+$(VENV)/.tools: pyproject.toml tools/make_venv.sh
+	tools/make_venv.sh $(VENV) --group dev
+
+$(VENV)/$(INSTALLED): $(SOURCES) $(VENV)/.tools
+	tools/install.sh $(VENV) $(INSTALLED)
+
+$(DEMO_VENV)/.tools: tools/make_venv.sh
+	tools/make_venv.sh $(DEMO_VENV) tqdm
+
+$(DEMO_VENV)/$(INSTALLED): $(SOURCES) $(DEMO_VENV)/.tools
+	tools/install.sh $(DEMO_VENV) $(INSTALLED)
+
+dist/.built: $(SOURCES) $(VENV)/.tools
+	tools/build_wheel.sh $(VENV)
