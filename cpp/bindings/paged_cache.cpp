@@ -9,7 +9,13 @@ CacheLayout parse_layout(const char* function, const std::string& layout) {
     if (layout == "HND") {
         return CacheLayout::kHND;
     }
-    check(layout == "legacy", function, ": layout must be 'NHD', 'HND' or 'legacy', got '", layout, "'");
+    check(
+        layout == "legacy",
+        function,
+        ": layout must be 'NHD', 'HND' or 'legacy', got '",
+        layout,
+        "'"
+    );
     return CacheLayout::kLegacy;
 }
 
