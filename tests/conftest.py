@@ -1,4 +1,4 @@
-"""Fixtures of every test: the devices, the hypothesis profiles."""
+"""Fixtures of every test: the devices, the kernels a test needs, the hypothesis profiles."""
 
 from __future__ import annotations
 
@@ -29,16 +29,25 @@ hypothesis.settings.load_profile(os.environ.get("PAGETILE_HYPOTHESIS_PROFILE", "
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line(
+        "markers", "uses(*functions): the functions a test calls, where it is not its module's USES"
+    )
 
 
 @pytest.fixture(params=DEVICES, scope="module")
 def device(request):
-    """cpu, and cuda where there is one. A test module lists the functions it needs in USES."""
-    if request.param == "cuda":
-        for function in getattr(request.module, "USES", ()):
-            if reason := missing_kernels(function):
-                pytest.skip(reason)
+    """cpu, and cuda where there is one."""
     return request.param
+
+
+def pytest_runtest_setup(item):
+    """A test on a GPU needs the kernels of the functions that it, or its module, says it uses."""
+    if item.get_closest_marker("gpu") is None or not torch.cuda.is_available():
+        return
+    uses = item.get_closest_marker("uses")
+    for function in uses.args if uses else getattr(item.module, "USES", ()):
+        if reason := missing_kernels(function):
+            pytest.skip(reason)
 
 
 @functools.cache
@@ -49,6 +58,7 @@ def missing_kernels(function: str) -> str | None:
     one, lse = cuda(1, dtype=torch.int32), cuda(1, 1)
     calls = {
         "cache_write": lambda: pagetile.cache_write(rows, rows, cache, cache.clone(), one.long()),
+        "copy_pages": lambda: pagetile.copy_pages(cache, cache.clone(), one, one),
         "paged_attention": lambda: pagetile.paged_attention(
             rows, cache, cache, block_table=one[None], seqused_k=one + 1,
             cu_seqlens_q=torch.arange(2, dtype=torch.int32, device="cuda"), max_seqlen_q=1,

@@ -57,6 +57,16 @@ def check_codes(bits, dtype, name, scale, device):
     )
 
 
+@pytest.mark.parametrize("name", reference.FP8)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scale", [0.0, -0.0, -1.0, -0.37, np.inf, -np.inf, np.nan, 1e-45, -1e-45,
+                                   2.0**-140, 2.0**-126, 2.0**-61, 2.0**61, 2.0**127, 3.4028235e38],
+                         ids=str)  # fmt: skip
+def test_scales_that_nobody_should_give(scale, dtype, name, device):
+    """Zero, infinity, NaN, subnormals: the stored code is still that of the fp32 quotient."""
+    check_codes(np.arange(65_536, dtype=np.uint16), dtype, name, np.float32(scale), device)
+
+
 # absmax / 448 of a calibrated layer; sixteenths of the range; powers of two; far ends
 SCALES = [1.0, 0.00181361602, *(i / 16 / 448 for i in range(1, 17)), 0.37, 2.5]
 SCALES += [2.0**e for e in (-20, -9, -3, -1, 1, 4, 11, 20)]
@@ -138,7 +148,77 @@ def test_requantised_data_are_stable(device):
         np.testing.assert_array_equal(again, codes)
 
 
+# The legacy layout
+
+
+def legacy_caches(rng, pages, heads, dims, page_size, x, kind, pad):
+    """Poisoned K [P, Hkv, D / x, S, x] and V [P, Hkv, D, S], with gaps between pages, or heads."""
+    caches, gap = [], int(pad == "heads")
+    for chunks, *inner in ((dims[0] // x, page_size, x), (dims[1], page_size)):
+        shape = (heads, chunks + gap, *inner)
+        size = int(np.prod(shape))
+        pitch = size + 3 * (pad == "pages")
+        memory = rng.integers(0, 256, pages * pitch * kind.itemsize, np.uint8)
+        memory = torch.from_numpy(memory).view(kind).view(pages, pitch)
+        caches.append((memory, memory[:, :size].unflatten(1, shape)[:, :, :chunks]))
+    return caches
+
+
+@pytest.mark.parametrize("pad", [None, "pages", "heads", "rows"])
+@pytest.mark.parametrize(
+    ("heads", "dims", "x"),
+    [(2, (64, 64), 8), (3, (48, 40), 16), (2, (64, 64), 4), (1, (46, 46), 2), (2, (8, 5), 1),
+     (40, (128, 128), 8), (65, (128, 64), 16), (3, (192, 128), 8), (2, (9, 9), 3)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [("bfloat16", None), ("float32", None), ("float16", "float8_e4m3fn"),
+     ("bfloat16", "float8_e5m2"), ("float32", "float8_e4m3fn")],
+    ids=str,
+)  # fmt: skip
+def test_legacy_layout(dtype, cache_dtype, heads, dims, x, pad, device):
+    """Chunks of any x, heads of more chunks than a CTA has threads, gaps anywhere."""
+    pages, page_size, tokens = 3, 8, 11
+    rng = np.random.default_rng(5)
+    name = cache_dtype or dtype
+    caches = legacy_caches(rng, pages, heads, dims, page_size, x, getattr(torch, name), pad)
+    slots = rng.permutation(pages * page_size)[:tokens]
+    slots[[1, 4]] = -1, pages * page_size
+    scale = rng.uniform(0.3, 3, 1 if pad is None else heads).astype(np.float32)
+    scale = scale if cache_dtype else None
+    given, rows = [], []
+    for d, (memory, view) in zip(dims, caches, strict=True):
+        wide = d + 8 * (pad == "rows")
+        raw = reference.encode(4 * rng.standard_normal((tokens, heads, wide)), dtype)
+        rows.append(torch.from_numpy(raw).view(getattr(torch, dtype)).to(device)[..., :d])
+        raw = raw[..., :d]
+        there = memory.clone().to(device)
+        given.append((there, there.as_strided(view.shape, view.stride())))
+        bits = view.view(BITS[view.itemsize]).numpy()  # shares the memory
+        bits = bits.transpose(0, 3, 1, 2, 4) if view.ndim == 5 else bits.transpose(0, 3, 1, 2)
+        logical = bits.reshape(pages, page_size, heads, d)
+        reference.cache_write(logical, raw, slots, dtype=dtype, cache_dtype=name, scale=scale)
+        bits[...] = logical.reshape(bits.shape)
+    scales = None if scale is None else torch.from_numpy(scale).to(device)
+    pagetile.cache_write(
+        *rows, given[0][1], given[1][1], torch.from_numpy(slots).to(device),
+        k_scale=scales, v_scale=scales, layout="legacy",
+    )  # fmt: skip
+    for (actual, _), (expected, _) in zip(given, caches, strict=True):
+        assert same_bits(actual.cpu(), expected)
+
+
+BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+
+
 # Copies
+
+
+def test_pdl_is_no_matter_to_the_result(device):
+    problem = WriteProblem(WriteCase("pdl", cache_dtype="float8_e4m3fn", scales="heads"), device)
+    pagetile.cache_write(**problem.send(), pdl=True)
+    problem.check()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

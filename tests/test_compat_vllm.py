@@ -155,6 +155,7 @@ def written_as_expected(memory, storage, rows, slots, dtype, cache_dtype, scales
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.uses("cache_write")
 def test_write(memory, kv_cache_dtype, device):
     """K and V are slices of a fused row; 3 rows are padding; slots of -1 are skipped."""
     heads, dim, cache_dtype = 3, 64, FP8.get(kv_cache_dtype, "bfloat16")
@@ -174,6 +175,7 @@ def test_write(memory, kv_cache_dtype, device):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.uses("cache_write")
 def test_write_with_a_scale_of_each_head(dtype, device):
     heads, dim = 4, 80
     rows = [normal((6, heads, dim), dtype, device, seed, size=5) for seed in (1, 2)]
@@ -190,6 +192,7 @@ def test_write_with_a_scale_of_each_head(dtype, device):
     )
 
 
+@pytest.mark.uses("cache_write")
 def test_write_into_a_float8_view_with_auto_uses_the_scales(device):
     rows = [normal((4, 2, 32), "bfloat16", device, seed) for seed in (1, 2)]
     scales = [torch.tensor(x, device=device) for x in (0.37, 2.5)]
@@ -547,6 +550,7 @@ def logical(key_cache, value_cache):
     ids=str,
 )
 @pytest.mark.parametrize("heads", [2, 40], ids="{}_heads".format)
+@pytest.mark.uses("cache_write")
 def test_legacy_write(heads, dtype, kv_cache_dtype, device):
     """40 heads of 128 are more 16-byte chunks a row than a CTA has threads."""
     dim, cache_dtype, scales = 128, FP8.get(kv_cache_dtype, dtype), (0.37, 2.5)
@@ -729,6 +733,7 @@ def test_varlen_wrong_value(changes, message, device):
 
 @pytest.mark.parametrize("name", ["nvfp4", "int8_per_token_head", "fp8_ds_mla", "turboquant_k8v4"])
 @pytest.mark.parametrize("function", ["reshape_and_cache_flash", "reshape_and_cache"])
+@pytest.mark.uses("cache_write")
 def test_write_refuses_a_kv_cache_dtype(function, name, device):
     key = torch.ones(1, 1, 64, dtype=torch.bfloat16, device=device)
     cache = torch.full((1, 16, 1, 64), 7, dtype=torch.bfloat16, device=device)

@@ -21,9 +21,13 @@ def test_show_config_dicts():
     config = pagetile.show_config("dicts")
     build = config["build"]
     assert build["version"] == metadata.version("pagetile")
-    assert build["families"]["cpu"]["kernels"] == ["cache_write", "paged_attention", "merge_states"]
-    assert build["cpu_isa"] in build["families"]["cpu"]["targets"]
-    assert bool(build["cuda_version"]) == ({"sm80", "sm90"} & set(build["families"]) != set())
+    writes = ["cache_write", "copy_pages"]
+    families = build["families"]
+    assert families["cpu"]["kernels"] == [*writes, "paged_attention", "merge_states"]
+    for name in {"sm80", "sm90"} & set(families):
+        assert families[name]["kernels"] == writes
+    assert build["cpu_isa"] in families["cpu"]["targets"]
+    assert bool(build["cuda_version"]) == ({"sm80", "sm90"} & set(families) != set())
     assert config["frameworks"]["numpy"] == metadata.version("numpy")
     # Either there are devices, or there is a reason why not.
     assert bool(config["devices"]) == (config["no_devices_reason"] is None)

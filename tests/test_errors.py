@@ -148,6 +148,7 @@ WRITES = [
 
 
 @pytest.mark.parametrize("case", WRITES, ids=ids)
+@pytest.mark.uses("cache_write")
 def test_cache_write(case, device):
     refused(pagetile.cache_write, write_arguments(device), case, ("k_cache", "v_cache"))
 
@@ -332,6 +333,7 @@ ATTENTION = [
 
 
 @pytest.mark.parametrize("case", ATTENTION, ids=ids)
+@pytest.mark.uses("paged_attention")
 def test_paged_attention(case, device):
     refused(pagetile.paged_attention, attention_arguments(device), case, ("out", "softmax_lse"))
 
@@ -345,6 +347,7 @@ def without_results(arguments: dict) -> dict:
     [c for c in ATTENTION if not c.name.startswith(("out_", "lse_", "softmax_lse"))],
     ids=ids,
 )
+@pytest.mark.uses("paged_attention")
 def test_paged_attention_that_allocates(case, device):
     """The same errors where out is not given."""
     arguments = attention_arguments(device)
@@ -389,6 +392,7 @@ MERGES = [
 
 
 @pytest.mark.parametrize("case", MERGES, ids=ids)
+@pytest.mark.uses("merge_states")
 def test_merge_states(case, device):
     refused(pagetile.merge_states, merge_arguments(device), case, ("out", "lse"))
 

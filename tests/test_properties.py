@@ -246,6 +246,7 @@ def write_cases(draw) -> WriteCase:
 
 @given(case=write_cases())
 @settings(max_examples=3 * settings().max_examples)
+@pytest.mark.uses("cache_write")
 def test_any_write(case, device):
     problem = WriteProblem(case, device)
     problem.run()
@@ -258,6 +259,7 @@ def test_any_write(case, device):
     scale=st.floats(2.0**-20, 2.0**20, width=32),
     seed=st.integers(0, 2**16),
 )
+@pytest.mark.uses("cache_write")
 def test_any_scale(dtype, name, scale, seed, device):
     """Random bits, so all magnitudes; any scale; rounded exactly."""
     raw = reference.FORMATS[dtype].raw
@@ -284,6 +286,7 @@ def test_any_scale(dtype, name, scale, seed, device):
     empty=st.floats(0, 1),
     seed=st.integers(0, 2**16),
 )
+@pytest.mark.uses("merge_states")
 def test_any_merge(shape, dtype, empty, seed, device):
     rng = np.random.default_rng(seed)
     sides = []

@@ -57,7 +57,7 @@ def test_torch_current_stream(cuda: torch.device):
 @GPU
 def test_cupy_current_stream(cuda: torch.device):
     cupy = pytest.importorskip("cupy")
-    array = cupy.zeros(1)
+    array = cupy.zeros(1, cupy.float32)
     assert _C.stream_of(array, None) == cupy.cuda.get_current_stream().ptr
     side = cupy.cuda.Stream(non_blocking=True)
     with side:
@@ -81,7 +81,9 @@ def test_other_frameworks_use_the_legacy_default_stream(cuda: torch.device):
 
 
 @GPU
-@pytest.mark.parametrize("function", ["cache_write", "paged_attention", "merge_states"])
+@pytest.mark.parametrize(
+    "function", ["cache_write", "copy_pages", "paged_attention", "merge_states"]
+)
 def test_missing_kernel_is_named(cuda: torch.device, function: str):
     rows = torch.zeros(1, 1, 64, device=cuda)
     cache = torch.zeros(1, 16, 1, 64, device=cuda)
@@ -89,6 +91,7 @@ def test_missing_kernel_is_named(cuda: torch.device, function: str):
     lse = torch.zeros(1, 1, device=cuda)
     calls = {
         "cache_write": lambda: pagetile.cache_write(rows, rows, cache, cache, one),
+        "copy_pages": lambda: pagetile.copy_pages(cache, cache, one, one),
         "paged_attention": lambda: pagetile.paged_attention(
             rows, cache, cache, block_table=one[None] * 0, seqused_k=one,
             cu_seqlens_q=torch.arange(2, dtype=torch.int32, device=cuda), max_seqlen_q=1,

@@ -11,11 +11,12 @@ import pagetile
 import pytest
 
 PACKAGE = Path(pagetile.__file__).parent
-FUNCTIONS = ("cache_write", "paged_attention", "merge_states")
+FUNCTIONS = ("cache_write", "copy_pages", "paged_attention", "merge_states")
 
 SIGNATURES = {
     "cache_write": """(k, v, k_cache, v_cache, slot_mapping, *, k_scale=None, v_scale=None,
-        kv_dtype='auto', layout='NHD', stream=None)""",
+        kv_dtype='auto', layout='NHD', pdl=False, stream=None)""",
+    "copy_pages": "(src_caches, dst_caches, src_pages, dst_pages, *, stream=None)",
     "paged_attention": """(q, k_cache, v_cache, *, block_table, seqused_k, cu_seqlens_q,
         max_seqlen_q, max_seqlen_k=None, softmax_scale=None, causal=True, window=(-1, -1),
         softcap=0.0, alibi_slopes=None, sinks=None, q_scale=None, k_scale=None, v_scale=None,
@@ -62,9 +63,10 @@ def test_every_argument_is_annotated(name):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstring_gives_shapes_arguments_and_errors(name):
     text = inspect.getdoc(getattr(pagetile, name))
-    assert re.search(r"\[[^\]]*\bT\b[^\]]*\]", text), "no shape by letter"
-    letters = {"cache_write": "T Hkv D", "paged_attention": "T B Hq Hkv D", "merge_states": "T Hq"}
-    for letter in letters[name].split():
+    letters = {"cache_write": "T Hkv D", "copy_pages": "P n", "paged_attention": "T B Hq Hkv D",
+               "merge_states": "T Hq"}[name].split()  # fmt: skip
+    assert re.search(rf"\[[^\]]*\b{letters[0]}\b[^\]]*\]", text), "no shape by letter"
+    for letter in letters:
         assert re.search(rf"\b{letter}\b", text), f"no shape with {letter}"
     for argument in inspect.signature(getattr(pagetile, name)).parameters:
         assert re.search(rf"\b{argument}\b", text), f"{argument} is not described"

@@ -1,11 +1,14 @@
 #include "pagetile/cache_write.h"
 
+#include "cache_write/write_plan.h"
 #include "define.h"
 #include "paged_cache.h"
 #include "tensor.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+
+#include <algorithm>
 
 namespace nb = nanobind;
 
@@ -49,25 +52,17 @@ NewRows parse_rows(const Tensor& rows, const PagedCache& cache, int64_t num_toke
     };
 }
 
-void cache_write_binding(
-    nb::handle k_object,
-    nb::handle v_object,
-    nb::handle k_cache_object,
-    nb::handle v_cache_object,
-    nb::handle slot_mapping_object,
-    nb::handle k_scale_object,
-    nb::handle v_scale_object,
+CacheWriteParams parse_cache_write(
+    const Tensor& k,
+    const Tensor& v,
+    const Tensor& k_cache,
+    const Tensor& v_cache,
+    const Tensor& slot_mapping,
+    const Tensor& k_scale,
+    const Tensor& v_scale,
     const std::string& kv_dtype,
-    const std::string& layout_name,
-    nb::handle stream
+    const std::string& layout_name
 ) {
-    const Tensor k(kFunction, "k", k_object);
-    const Tensor v(kFunction, "v", v_object);
-    const Tensor k_cache(kFunction, "k_cache", k_cache_object, Access::kWrite);
-    const Tensor v_cache(kFunction, "v_cache", v_cache_object, Access::kWrite);
-    const Tensor slot_mapping(kFunction, "slot_mapping", slot_mapping_object);
-    const Tensor k_scale(kFunction, "k_scale", k_scale_object);
-    const Tensor v_scale(kFunction, "v_scale", v_scale_object);
     for (const Tensor* tensor : {&k, &v, &k_cache, &v_cache, &slot_mapping}) {
         tensor->require_given();
     }
@@ -93,7 +88,7 @@ void cache_write_binding(
     slot_mapping.require_dense_last_dim();
     const int64_t num_tokens = slot_mapping.size(0);
 
-    const CacheWriteParams params = {
+    return {
         .num_tokens = num_tokens,
         .num_kv_heads = k_pages.num_kv_heads,
         .num_pages = k_pages.num_pages,
@@ -108,11 +103,80 @@ void cache_write_binding(
         .slot_dtype = slot_mapping.dtype(),
         .k_scale = parse_scale(k_scale, k_pages.num_kv_heads, /*batch=*/0),
         .v_scale = parse_scale(v_scale, k_pages.num_kv_heads, /*batch=*/0),
+        .pdl = false,
         .device = k.device(),
     };
+}
+
+void cache_write_binding(
+    nb::handle k_object,
+    nb::handle v_object,
+    nb::handle k_cache_object,
+    nb::handle v_cache_object,
+    nb::handle slot_mapping_object,
+    nb::handle k_scale_object,
+    nb::handle v_scale_object,
+    const std::string& kv_dtype,
+    const std::string& layout,
+    bool pdl,
+    nb::handle stream
+) {
+    const Tensor k(kFunction, "k", k_object);
+    const Tensor v(kFunction, "v", v_object);
+    const Tensor k_cache(kFunction, "k_cache", k_cache_object, Access::kWrite);
+    const Tensor v_cache(kFunction, "v_cache", v_cache_object, Access::kWrite);
+    const Tensor slot_mapping(kFunction, "slot_mapping", slot_mapping_object);
+    const Tensor k_scale(kFunction, "k_scale", k_scale_object);
+    const Tensor v_scale(kFunction, "v_scale", v_scale_object);
+    CacheWriteParams params =
+        parse_cache_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, kv_dtype, layout);
+    params.pdl = pdl;
     const Stream on_stream = resolve_stream(kFunction, stream, k_object, params.device);
     const nb::gil_scoped_release release;
     cache_write(params, on_stream);
+}
+
+// What a GPU would launch for such tensors, wherever they are. Launches nothing.
+nb::list cache_write_plan(
+    nb::handle k_object,
+    nb::handle v_object,
+    nb::handle k_cache_object,
+    nb::handle v_cache_object,
+    nb::handle slot_mapping_object,
+    const std::string& kv_dtype,
+    const std::string& layout
+) {
+    const Tensor k(kFunction, "k", k_object);
+    const Tensor v(kFunction, "v", v_object);
+    const Tensor k_cache(kFunction, "k_cache", k_cache_object, Access::kWrite);
+    const Tensor v_cache(kFunction, "v_cache", v_cache_object, Access::kWrite);
+    const Tensor slot_mapping(kFunction, "slot_mapping", slot_mapping_object);
+    const Tensor none(kFunction, "scale", nb::none());
+    const CacheWriteParams params =
+        parse_cache_write(k, v, k_cache, v_cache, slot_mapping, none, none, kv_dtype, layout);
+    const WritePlan plan = plan_cache_write(params);
+    nb::list launches;
+    for (int i = 0; i < plan.num_launches; ++i) {
+        const WriteLaunch& part = plan.launches[i];
+        for (int64_t token = 0; token < params.num_tokens; token += part.tokens_per_launch) {
+            const int64_t tokens = std::min(part.tokens_per_launch, params.num_tokens - token);
+            for (int64_t head = 0; head < params.num_kv_heads; head += part.heads_per_launch) {
+                nb::dict launch;
+                launch["kernel"] = params.cache_dtype == DType::kFloat8E4M3   ? "e4m3"
+                                   : params.cache_dtype == DType::kFloat8E5M2 ? "e5m2"
+                                                                              : "copy";
+                launch["sides"] = part.has_k && part.has_v ? "kv" : part.has_k ? "k" : "v";
+                launch["vector"] = part.vector;
+                launch["load_bytes"] = load_bytes(params, part.vector);
+                launch["store_bytes"] = store_bytes(params, part.vector);
+                launch["tokens"] = tokens;
+                launch["threads"] = static_cast<int>(WriteLaunch::kThreads);
+                launch["grid"] = part.grid(tokens);
+                launches.append(launch);
+            }
+        }
+    }
+    return launches;
 }
 
 }  // namespace
@@ -124,9 +188,18 @@ void export_cache_write(nb::module_& m) {
         "cache_write",
         &pagetile::cache_write_binding,
         nb::sig(
-            "def cache_write(k: object, v: object, k_cache: object, v_cache: object, slot_mapping: "
-            "object, k_scale: object, "
-            "v_scale: object, kv_dtype: str, layout: str, stream: object, /) -> None"
+            "def cache_write(k: object, v: object, k_cache: object, v_cache: object, "
+            "slot_mapping: object, k_scale: object, v_scale: object, kv_dtype: str, layout: str, "
+            "pdl: bool, stream: object, /) -> None"
+        )
+    );
+    pagetile::define(
+        m,
+        "cache_write_plan",
+        &pagetile::cache_write_plan,
+        nb::sig(
+            "def cache_write_plan(k: object, v: object, k_cache: object, v_cache: object, "
+            "slot_mapping: object, kv_dtype: str, layout: str, /) -> list[dict[str, object]]"
         )
     );
 }

@@ -7,7 +7,7 @@ from pagetile import compat
 from pagetile._C import build_info as _build_info
 from pagetile.attention import merge_states, paged_attention
 from pagetile.block_pool import BlockPool, OutOfPagesError, Step
-from pagetile.cache_write import cache_write
+from pagetile.cache_write import cache_write, copy_pages
 from pagetile.config import show_config
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Step",
     "cache_write",
     "compat",
+    "copy_pages",
     "merge_states",
     "paged_attention",
     "show_config",

@@ -105,14 +105,16 @@ def paged_attention(
         RuntimeError: no kernel is built for the device; the message lists what is.
 
     Example:
+        8 pages of 16 tokens, 4 KV heads of 64; one new token with 8 query heads, 20 tokens on pages
+        5 and 2:
+
         >>> import numpy as np, pagetile
-        >>> k_cache, v_cache = np.random.rand(2, 8, 16, 4, 64).astype(np.float32)  # 8 pages of 16
-        tokens, 4 heads of 64
-        >>> q = np.random.rand(1, 8, 64).astype(np.float32)  # one new token, 8 query heads
+        >>> k_cache, v_cache = np.random.rand(2, 8, 16, 4, 64).astype(np.float32)
         >>> out = pagetile.paged_attention(
-        ...     q, k_cache, v_cache, block_table=np.array([[5, 2]], np.int32),
-        seqused_k=np.array([20], np.int32), ...     cu_seqlens_q=np.array([0, 1], np.int32),
-        max_seqlen_q=1, ... )
+        ...     np.random.rand(1, 8, 64).astype(np.float32), k_cache, v_cache,
+        ...     block_table=np.array([[5, 2]], np.int32), seqused_k=np.array([20], np.int32),
+        ...     cu_seqlens_q=np.array([0, 1], np.int32), max_seqlen_q=1,
+        ... )
     """
     if plan is not None or workspace is not None:
         name = "workspace" if plan is None else "plan"

@@ -63,6 +63,10 @@ struct CacheWriteParams {
     Scale k_scale;  // 1 or num_kv_heads; stored = saturate(x / scale). Only for fp8 caches
     Scale v_scale;
 
+    // Launch as a programmatic dependent of the kernel before it in the stream: slots and scales are
+    // read before that kernel has ended, rows and caches after it. The CPU ignores it.
+    bool pdl = false;
+
     Device device;
 };
 

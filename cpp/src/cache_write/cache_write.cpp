@@ -6,9 +6,13 @@
 #include "common/not_built.h"
 #include "pagetile/error.h"
 
+#if PAGETILE_HAS_CUDA
+#include "cache_write/cuda/cache_write_gpu.h"
+#endif
+
 namespace pagetile {
 
-void cache_write(const CacheWriteParams& params, Stream /*stream*/) {
+void cache_write(const CacheWriteParams& params, Stream stream) {
     check(
         is_float(params.dtype),
         "cache_write: k must be float32, float16 or bfloat16, got ",
@@ -44,14 +48,24 @@ void cache_write(const CacheWriteParams& params, Stream /*stream*/) {
     check(params.page_size > 0, "cache_write: page_size must be > 0, got ", params.page_size);
     check(params.k.head_dim > 0, "cache_write: head_dim must be > 0, got ", params.k.head_dim);
     check(params.v.head_dim > 0, "cache_write: head_dim of v must be > 0, got ", params.v.head_dim);
+    const auto fits = [](const NewRows& rows, const MutableCacheView& cache) {
+        return cache.chunk > 0 &&
+               (cache.chunk >= rows.head_dim || rows.head_dim % cache.chunk == 0);
+    };
     check(
-        params.k_cache.chunk > 0 && params.v_cache.chunk > 0,
-        "cache_write: a cache's chunk must be > 0"
+        fits(params.k, params.k_cache) && fits(params.v, params.v_cache),
+        "cache_write: a cache's chunk must divide head_dim"
     );
-    if (params.device.kind != DeviceKind::kCpu) {
-        throw_not_built("cache_write", params.device);
+    if (params.device.kind == DeviceKind::kCpu) {
+        cpu::cache_write(params);
+        return;
     }
-    cpu::cache_write(params);
+#if PAGETILE_HAS_CUDA
+    gpu::cache_write(params, stream);
+#else
+    static_cast<void>(stream);
+    throw_not_built("cache_write", params.device);
+#endif
 }
 
 }  // namespace pagetile

@@ -39,16 +39,20 @@ BuildInfo build_info() {
     info.families.push_back({
         .name = "cpu",
         .targets = split(PAGETILE_CPU_ISAS),
-        .kernels = {"cache_write", "paged_attention", "merge_states"},
+        .kernels = {"cache_write", "copy_pages", "paged_attention", "merge_states"},
     });
 #if PAGETILE_HAS_SM80
     info.families.push_back(
-        {.name = "sm80", .targets = split(PAGETILE_SM80_ARCHITECTURES), .kernels = {}}
+        {.name = "sm80",
+         .targets = split(PAGETILE_SM80_ARCHITECTURES),
+         .kernels = {"cache_write", "copy_pages"}}
     );
 #endif
 #if PAGETILE_HAS_SM90
     info.families.push_back(
-        {.name = "sm90", .targets = split(PAGETILE_SM90_ARCHITECTURES), .kernels = {}}
+        {.name = "sm90",
+         .targets = split(PAGETILE_SM90_ARCHITECTURES),
+         .kernels = {"cache_write", "copy_pages"}}
     );
 #endif
     return info;
