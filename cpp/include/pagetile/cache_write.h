@@ -63,8 +63,9 @@ struct CacheWriteParams {
     Scale k_scale;  // 1 or num_kv_heads; stored = saturate(x / scale). Only for fp8 caches
     Scale v_scale;
 
-    // Launch as a programmatic dependent of the kernel before it in the stream: slots and scales are
-    // read before that kernel has ended, rows and caches after it. The CPU ignores it.
+    // Launch as a programmatic dependent of the kernel before it in the stream. Slots and scales
+    // are then read early: no kernel of the unbroken chain of such launches before this one, nor
+    // the kernel that the chain follows, may write them. Rows and caches wait. The CPU ignores it.
     bool pdl = false;
 
     Device device;
