@@ -66,19 +66,54 @@ Kernel<kWide> instance(DType source, DType cache, int vector) {
     }
 }
 
-// Asked once a device: the runtime takes longer than a launch's own bookkeeping.
+constexpr int kMaxDevices = 64;
+
+// An answer for each device, asked for once: the runtime takes longer over it than a launch's own
+// bookkeeping.
+template <class Ask>
+int ask_once(Device device, std::atomic<int> (&known)[kMaxDevices], const Ask& ask) {
+    check(
+        device.index < kMaxDevices,
+        "cache_write: CUDA devices from ",
+        kMaxDevices,
+        " on are not supported, got ",
+        device.index
+    );
+    std::atomic<int>& answer = known[device.index];  // plus 1; 0 is not asked yet
+    if (answer.load(std::memory_order_relaxed) == 0) {
+        answer.store(ask() + 1, std::memory_order_relaxed);
+    }
+    return answer.load(std::memory_order_relaxed) - 1;
+}
+
 int num_sms(Device device) {
-    constexpr int kMaxDevices = 64;
-    static std::atomic<int> known[kMaxDevices] = {};
-    std::atomic<int>& entry = known[device.index % kMaxDevices];
-    int count = entry.load(std::memory_order_relaxed);
-    if (count == 0) {
+    static std::atomic<int> known[kMaxDevices];
+    return ask_once(device, known, [&] {
+        int count = 0;
         check_cuda(
             cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device.index), kFunction
         );
-        entry.store(count, std::memory_order_relaxed);
-    }
-    return count;
+        return count;
+    });
+}
+
+// Programmatic launch is for kernels that wait by themselves: code for compute capability 9.0 and up.
+// PTX of 8.0, compiled for a newer GPU by the driver, does not.
+bool can_wait(Device device) {
+    static std::atomic<int> known[kMaxDevices];
+    return ask_once(device, known, [&] {
+               const auto any_kernel =
+                   copy_instance</*kWide=*/false, /*kPdl=*/true, /*kTokens=*/1>(DType::kFloat16, 8);
+               // The question loads the kernel, which a capture in progress would else forbid.
+               cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+               check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), kFunction);
+               cudaFuncAttributes attributes;
+               const cudaError_t status =
+                   cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(any_kernel));
+               check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), kFunction);
+               check_launch(status, kFunction, device);
+               return attributes.ptxVersion >= 90 ? 1 : 0;
+           }) == 1;
 }
 
 // A part of the batch that one launch writes.
@@ -225,7 +260,7 @@ void launch(
     // Distances beyond 32 bits are rare: their instances do without programmatic launch.
     if (!narrow) {
         launch</*kWide=*/true, /*kPdl=*/false, /*kTokens=*/1>(params, plan, part, k, v, stream);
-    } else if (params.pdl) {
+    } else if (params.pdl && can_wait(params.device)) {
         launch</*kWide=*/false, /*kPdl=*/true, /*kTokens=*/1>(params, plan, part, k, v, stream);
     } else if (plan.tokens_per_thread(part.num_tokens, num_sms(params.device)) == 2) {
         launch</*kWide=*/false, /*kPdl=*/false, /*kTokens=*/2>(params, plan, part, k, v, stream);
