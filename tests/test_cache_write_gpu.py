@@ -568,3 +568,31 @@ def test_tensors_of_two_gpus_are_refused():
             pagetile.cache_write(here.k, given["v"], *here.caches, given["slots"])
     with pytest.raises(ValueError, match=r"^cache_write: k_cache must be on CUDA device 0"):
         pagetile.cache_write(here.k, here.v, *there.caches, here.slots)
+
+
+def test_cupy_views_that_run_backwards():
+    """Negative strides of rows, heads, pages and scales: as the same views on the CPU."""
+    cupy = pytest.importorskip("cupy")
+    rng = np.random.default_rng(3)
+    k, v = rng.standard_normal((2, 6, 4, 64)).astype(np.float16)
+    slots = rng.permutation(20)[:6]
+    scales = np.array([0.5, 0.01, 3.0, 0.00181361602], np.float32)
+
+    def write(library):
+        rows = [library.asarray(x)[::-1, ::-1] for x in (k, v)]
+        caches = library.zeros((2, 5, 4, 4, 64), np.uint8)
+        scale = library.asarray(scales)[::-1]
+        pagetile.cache_write(
+            *rows,
+            caches[0][::-1],
+            caches[1][:, :, ::-1],
+            library.asarray(slots),
+            k_scale=scale,
+            v_scale=scale,
+            kv_dtype="fp8_e4m3",
+        )
+        return caches
+
+    expected = write(np)
+    assert expected.any()
+    np.testing.assert_array_equal(cupy.asnumpy(write(cupy)), expected)

@@ -154,7 +154,7 @@ Side<true> make_side(
         .page_stride = cache_stride(params.num_pages, cache.page_stride),
         .token_stride = cache_stride(params.page_size, cache.token_stride),
         .head_stride = cache_stride(num_heads, chunked ? cache.chunk_stride : cache.head_stride),
-        .scale_stride = chunked ? 0 : static_cast<uint32_t>(scale.head_stride),
+        .scale_stride = chunked ? 0 : scale.head_stride,
         .items = is_active
                      ? static_cast<uint32_t>(std::min(cache.chunk, rows.head_dim) / plan.vector)
                      : 0,
@@ -185,7 +185,8 @@ bool is_within_32_bits(
                           (params.page_size - 1) * side.token_stride +
                           (num_heads - 1) * side.head_stride + side.items;
     return fits(row, {side.row_stride, side.row_head_stride}) &&
-           fits(cache, {side.page_stride, side.token_stride, side.head_stride});
+           fits(cache, {side.page_stride, side.token_stride, side.head_stride}) &&
+           fits((num_heads - 1) * side.scale_stride, {side.scale_stride});
 }
 
 template <bool kWide>
@@ -200,7 +201,7 @@ Side<kWide> convert_side(const Side<true>& side) {
         .page_stride = static_cast<To>(side.page_stride),
         .token_stride = static_cast<To>(side.token_stride),
         .head_stride = static_cast<To>(side.head_stride),
-        .scale_stride = side.scale_stride,
+        .scale_stride = static_cast<To>(side.scale_stride),
         .items = side.items,
     };
 }

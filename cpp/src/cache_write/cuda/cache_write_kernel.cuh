@@ -30,8 +30,8 @@ struct Side {
     Distance<kWide> page_stride;
     Distance<kWide> token_stride;
     Distance<kWide> head_stride;
-    uint32_t scale_stride;  // elements
-    uint32_t items;         // vectors of a head; 0: this launch leaves the side alone
+    Distance<kWide> scale_stride;  // elements
+    uint32_t items;                // vectors of a head; 0: this launch leaves the side alone
 };
 
 template <bool kWide>
