@@ -74,27 +74,20 @@ void paged_attention_binding(
     const Tensor v_scale(kAttention, "v_scale", v_scale_object);
     const Tensor out(kAttention, "out", out_object, Access::kWrite);
     const Tensor softmax_lse(kAttention, "softmax_lse", softmax_lse_object, Access::kWrite);
-    for (const Tensor* tensor : {&q, &k_cache, &v_cache, &out}) {
-        tensor->require_given();
-    }
-    for (const Tensor* tensor :
-         {&k_cache,
-          &v_cache,
-          &block_table,
-          &seqused_k,
-          &cu_seqlens_q,
-          &cu_seqlens_k,
-          &alibi_slopes,
-          &sinks,
-          &q_scale,
-          &k_scale,
-          &v_scale,
-          &out,
-          &softmax_lse}) {
-        if (tensor->given()) {
-            tensor->require_device(q);
-        }
-    }
+    require_tensors(
+        q,
+        {&k_cache, &v_cache, &out},
+        {&block_table,
+         &seqused_k,
+         &cu_seqlens_q,
+         &cu_seqlens_k,
+         &alibi_slopes,
+         &sinks,
+         &q_scale,
+         &k_scale,
+         &v_scale,
+         &softmax_lse}
+    );
 
     // Queries
     q.require_ndim(3, "[T, Hq, D]");

@@ -63,14 +63,7 @@ CacheWriteParams parse_cache_write(
     const std::string& kv_dtype,
     const std::string& layout_name
 ) {
-    for (const Tensor* tensor : {&k, &v, &k_cache, &v_cache, &slot_mapping}) {
-        tensor->require_given();
-    }
-    for (const Tensor* tensor : {&v, &k_cache, &v_cache, &slot_mapping, &k_scale, &v_scale}) {
-        if (tensor->given()) {
-            tensor->require_device(k);
-        }
-    }
+    require_tensors(k, {&v, &k_cache, &v_cache, &slot_mapping}, {&k_scale, &v_scale});
 
     // Types
     k.require_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16});

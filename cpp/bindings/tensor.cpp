@@ -339,6 +339,25 @@ void Tensor::require_device(const Tensor& like) const {
     }
 }
 
+void require_tensors(
+    const Tensor& like,
+    std::initializer_list<const Tensor*> required,
+    std::initializer_list<const Tensor*> optional
+) {
+    like.require_given();
+    for (const Tensor* tensor : required) {
+        tensor->require_given();
+    }
+    for (const Tensor* tensor : required) {
+        tensor->require_device(like);
+    }
+    for (const Tensor* tensor : optional) {
+        if (tensor->given()) {
+            tensor->require_device(like);
+        }
+    }
+}
+
 Stream resolve_stream(const char* function, nb::handle stream, nb::handle object, Device device) {
     if (stream.is_none()) {
         if (device.kind == DeviceKind::kCpu) {

@@ -88,6 +88,14 @@ private:
     int64_t strides_[kMaxDims];
 };
 
+// All of `required` are given, and they and those of `optional` that are given share a device with
+// `like`.
+void require_tensors(
+    const Tensor& like,
+    std::initializer_list<const Tensor*> required,
+    std::initializer_list<const Tensor*> optional
+);
+
 // The stream of a call: `stream` if it is given (an int, or an object with `__cuda_stream__`), else
 // the current stream of the framework that `object` comes from, else the legacy default stream. 0
 // on the CPU.
