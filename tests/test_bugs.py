@@ -1,16 +1,12 @@
 """Faults of attention that users of other kernels met in public; the id names the fault.
 
-GPU only, so not here: they need graphs, streams, a plan, a sanitizer or a clock.
+Elsewhere, because they need graphs, streams, a plan, a sanitizer or a clock:
 
-| id         | what it needs                                                                    |
-|------------|----------------------------------------------------------------------------------|
-| A13        | compute-sanitizer over device allocations (here: guard pages around host memory) |
-| A28, A30   | a graph captured with other lengths (here: loose bounds and a padded batch)      |
-| A31        | a plan reused while a length grows across a tile                                 |
-| A32        | a graph replayed a thousand times, with aborted launches in between              |
-| A48        | a busy side stream, a second current device                                      |
-| B1, B3, B6 | times of attention                                                               |
-| B8         | times of one-token pages                                                         |
+| id                            | where                                              |
+|-------------------------------|----------------------------------------------------|
+| A28, A30, A31, A32, A48       | test_attention_gpu.py                              |
+| A13                           | sanitize_attention.py, under compute-sanitizer     |
+| B1, B3, B6, B8                | cases of bench/attention.py                        |
 """
 
 from __future__ import annotations

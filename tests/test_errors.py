@@ -166,8 +166,13 @@ def refused(function, arguments, case, written) -> None:
 
 
 def to(value, device):
-    keep = not isinstance(value, torch.Tensor) or value.device.type == "meta"
-    return value if keep else value.to(device)
+    """Strides and the place in memory are kept."""
+    if not isinstance(value, torch.Tensor) or value.device.type == "meta":
+        return value
+    if value._base is None:
+        return value.to(device)
+    memory = value._base.to(device)
+    return memory.as_strided(value.size(), value.stride(), value.storage_offset())
 
 
 # paged_attention
@@ -200,6 +205,7 @@ def attention_arguments(device) -> dict:
         "batch_invariant": False,
         "plan": None,
         "workspace": None,
+        "pdl": False,
         "out": torch.full((5, 4, 24), 7.0, device=device).bfloat16(),
         "softmax_lse": torch.full((4, 5), 7.0, device=device),
         "validate": False,
@@ -281,7 +287,7 @@ ATTENTION = [
                       ("num_splits", "int", "auto"), ("softcap", "float", "off"),
                       ("softcap", "float", None), ("softmax_scale", "float", "1"),
                       ("causal", "bool", "yes"), ("batch_invariant", "bool", None),
-                      ("kv_dtype", "str", 8), ("layout", "str", None))),
+                      ("pdl", "bool", 1), ("kv_dtype", "str", 8), ("layout", "str", None))),
     *(bad(f"{n}_2_64", f"{n} must be", (TypeError, ValueError), **{n: x})
       for n, x in (("max_seqlen_q", 2**64), ("num_splits", 2**64), ("window", (2**64, 0)))),
     bad("kv_dtype_unknown", "kv_dtype must be 'auto', .*'fp8_e4m3'.*got 'int8'", kv_dtype="int8"),
@@ -289,8 +295,17 @@ ATTENTION = [
     bad("uint8_without_kv_dtype", "kv_dtype must be 'fp8_e4m3' or 'fp8_e5m2' .*'auto'",
         k_cache=as_uint8, v_cache=as_uint8),
     bad("layout_unknown", "layout must be 'NHD', 'HND' or 'legacy', got 'NHDC'", layout="NHDC"),
-    bad("plan", "plan must be None", plan=torch.ones(1)),
-    bad("workspace", "workspace must be None", workspace=torch.ones(1)),
+    *(bad(f"plan_{type(x).__name__}",
+          rf"plan must be a pagetile.Plan or None, got .*{type(x).__name__}", TypeError, plan=x)
+      for x in (torch.ones(1), "plan", 3)),
+    bad("workspace_strided",
+        r"workspace must be contiguous, got stride 8 in dimension 0 .*\(9, 4\)",
+        workspace=torch.zeros(9, 8)[:, :4]),
+    bad("workspace_aligned_to_4", "workspace must begin at a multiple of 16 bytes, got 4 bytes",
+        workspace=torch.zeros(8)[1:]),
+    *(bad(f"workspace_{type(x).__name__}", "workspace must be a DLPack tensor, got", TypeError,
+          workspace=x) for x in (1 << 20, [0.0])),
+    bad("workspace_on_meta", "workspace ", META, workspace=torch.empty(1 << 20, device="meta")),
     # Optional tensors
     bad("alibi_float16", "alibi_slopes must be float32, got float16",
         alibi_slopes=torch.ones(4).half()),

@@ -11,7 +11,9 @@ import pagetile
 import pytest
 
 PACKAGE = Path(pagetile.__file__).parent
-FUNCTIONS = ("cache_write", "copy_pages", "paged_attention", "merge_states")
+FUNCTIONS = (
+    "cache_write", "copy_pages", "make_plan", "workspace_size", "paged_attention", "merge_states",
+)  # fmt: skip
 
 SIGNATURES = {
     "cache_write": """(k, v, k_cache, v_cache, slot_mapping, *, k_scale=None, v_scale=None,
@@ -21,8 +23,13 @@ SIGNATURES = {
         max_seqlen_q, max_seqlen_k=None, softmax_scale=None, causal=True, window=(-1, -1),
         softcap=0.0, alibi_slopes=None, sinks=None, q_scale=None, k_scale=None, v_scale=None,
         kv_dtype='auto', layout='NHD', num_splits=0, batch_invariant=False, plan=None,
-        workspace=None, out=None, return_softmax_lse=False, softmax_lse=None, validate=None,
-        stream=None)""",
+        workspace=None, pdl=False, out=None, return_softmax_lse=False, softmax_lse=None,
+        validate=None, stream=None)""",
+    "make_plan": """(*, seqused_k, cu_seqlens_q, max_seqlen_q, max_seqlen_k, num_q_heads,
+        num_kv_heads, head_dim, page_size, head_dim_v=None, causal=True, window=(-1, -1),
+        num_splits=0, batch_invariant=False, out=None, stream=None)""",
+    "workspace_size": """(*, max_seqlen_q, max_seqlen_k, num_q_heads, num_kv_heads, head_dim,
+        head_dim_v=None, batch_invariant=False, device=None)""",
     "merge_states": "(out_a, lse_a, out_b, lse_b, *, out=None, lse=None, stream=None)",
 }
 
@@ -64,8 +71,10 @@ def test_every_argument_is_annotated(name):
 def test_docstring_gives_shapes_arguments_and_errors(name):
     text = inspect.getdoc(getattr(pagetile, name))
     letters = {"cache_write": "T Hkv D", "copy_pages": "P n", "paged_attention": "T B Hq Hkv D",
-               "merge_states": "T Hq"}[name].split()  # fmt: skip
-    assert re.search(rf"\[[^\]]*\b{letters[0]}\b[^\]]*\]", text), "no shape by letter"
+               "merge_states": "T Hq", "make_plan": "B Hq Hkv D Dv S",
+               "workspace_size": "Hq Hkv D Dv"}[name].split()  # fmt: skip
+    if name != "workspace_size":  # it takes no shapes
+        assert re.search(rf"\[[^\]]*\b{letters[0]}\b[^\]]*\]", text), "no shape by letter"
     for letter in letters:
         assert re.search(rf"\b{letter}\b", text), f"no shape with {letter}"
     for argument in inspect.signature(getattr(pagetile, name)).parameters:
@@ -74,7 +83,7 @@ def test_docstring_gives_shapes_arguments_and_errors(name):
     assert "TypeError" in text
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "BlockPool", "show_config"])
+@pytest.mark.parametrize("name", [*FUNCTIONS, "BlockPool", "Plan", "show_config"])
 def test_public_names(name):
     assert name in pagetile.__all__
     assert (getattr(pagetile, name).__doc__ or "").strip()
@@ -96,7 +105,7 @@ def test_stub_describes_the_extension():
     listed = {node.name for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     present = {n for n, x in vars(pagetile._C).items() if callable(x) and not n.startswith("__")}
     assert listed == present
-    assert {*FUNCTIONS, "build_info", "devices", "BlockPool"} <= listed
+    assert {*FUNCTIONS, "build_info", "devices", "BlockPool", "Plan"} <= listed
     for node in ast.walk(stub):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             assert not re.search(r"numpy|torch|jax", ast.unparse(node))

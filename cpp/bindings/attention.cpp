@@ -1,7 +1,9 @@
 #include "pagetile/attention.h"
 
+#include "attention/dispatch.h"
 #include "define.h"
 #include "paged_cache.h"
+#include "plan.h"
 #include "tensor.h"
 
 #include <nanobind/nanobind.h>
@@ -25,10 +27,41 @@ namespace {
 constexpr const char* kAttention = "paged_attention";
 constexpr const char* kMerge = "merge_states";
 
+constexpr uintptr_t kWorkspaceAlignment = 16;
+
 // PAGETILE_VALIDATE=1 in the environment is validate=True for every call.
 bool validate_by_environment() {
     const char* value = std::getenv("PAGETILE_VALIDATE");
     return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
+}
+
+// Contiguous, and where 16-byte accesses may begin. How large it must be, the library knows.
+void require_workspace(const Tensor& workspace) {
+    int64_t dense = 1;
+    for (int i = workspace.ndim() - 1; i >= 0; --i) {
+        if (workspace.size(i) > 1 && workspace.stride(i) != dense && workspace.numel() > 0) {
+            fail(
+                kAttention,
+                ": workspace must be contiguous, got stride ",
+                workspace.stride(i),
+                " in dimension ",
+                i,
+                " of shape ",
+                workspace.shape_text()
+            );
+        }
+        dense *= workspace.size(i);
+    }
+    const auto past = reinterpret_cast<uintptr_t>(workspace.data()) % kWorkspaceAlignment;
+    check(
+        past == 0 || workspace.numel() == 0,
+        kAttention,
+        ": workspace must begin at a multiple of ",
+        kWorkspaceAlignment,
+        " bytes, got ",
+        past,
+        " bytes past one"
+    );
 }
 
 void paged_attention_binding(
@@ -57,6 +90,9 @@ void paged_attention_binding(
     const std::string& layout_name,
     int64_t num_splits,
     bool batch_invariant,
+    nb::handle plan_object,
+    nb::handle workspace_object,
+    bool pdl,
     std::optional<bool> validate,
     nb::handle stream
 ) {
@@ -74,6 +110,7 @@ void paged_attention_binding(
     const Tensor v_scale(kAttention, "v_scale", v_scale_object);
     const Tensor out(kAttention, "out", out_object, Access::kWrite);
     const Tensor softmax_lse(kAttention, "softmax_lse", softmax_lse_object, Access::kWrite);
+    const Tensor workspace(kAttention, "workspace", workspace_object, Access::kWrite);
     require_tensors(
         q,
         {&k_cache, &v_cache, &out},
@@ -86,7 +123,8 @@ void paged_attention_binding(
          &q_scale,
          &k_scale,
          &v_scale,
-         &softmax_lse}
+         &softmax_lse,
+         &workspace}
     );
 
     // Queries
@@ -169,6 +207,13 @@ void paged_attention_binding(
         sinks.require_shape({num_q_heads}, "(Hq,)");
     }
 
+    // Schedule
+    int64_t workspace_bytes = 0;
+    if (workspace.given()) {
+        require_workspace(workspace);
+        workspace_bytes = workspace.numel() * static_cast<int64_t>(dtype_size(workspace.dtype()));
+    }
+
     // Results
     out.require_shape({total_q, num_q_heads, v_pages.head_dim}, "(T, Hq, Dv)");
     out.require_dense_last_dim();
@@ -177,7 +222,7 @@ void paged_attention_binding(
         softmax_lse.require_shape({num_q_heads, total_q}, "(Hq, T)");
     }
 
-    const AttentionParams params = {
+    AttentionParams params = {
         .batch = batch,
         .total_q = total_q,
         .num_q_heads = num_q_heads,
@@ -227,8 +272,18 @@ void paged_attention_binding(
         .num_splits = num_splits,
         .batch_invariant = batch_invariant,
         .validate = validate.value_or(false) || validate_by_environment(),
+        .workspace = workspace.data(),
+        .workspace_bytes = workspace_bytes,
+        .pdl = pdl,
         .device = q.device(),
     };
+    if (const Plan* plan = parse_plan(kAttention, "plan", plan_object)) {
+        plan->require_fits(kAttention, "plan", plan_params(params), params.page_size);
+        params.plan = plan->data;
+        // Tiles follow from these, so they must be those of the plan.
+        params.max_seqlen_q = plan->params.max_seqlen_q;
+        params.max_seqlen_k = plan->params.max_seqlen_k;
+    }
     const Stream on_stream = resolve_stream(kAttention, stream, q_object, params.device);
     const nb::gil_scoped_release release;
     paged_attention(params, on_stream);
@@ -320,7 +375,10 @@ nb::ndarray<nb::array_api> empty(const std::vector<int64_t>& shape, const std::s
         Code code;
         uint8_t bits;
     } kTypes[] = {
-        {"float32", Code::Float, 32}, {"float16", Code::Float, 16}, {"bfloat16", Code::Bfloat, 16}
+        {"float32", Code::Float, 32},
+        {"float16", Code::Float, 16},
+        {"bfloat16", Code::Bfloat, 16},
+        {"int32", Code::Int, 32},
     };
 
     constexpr std::align_val_t kAlignment{64};  // what XLA wants to take the memory without a copy
@@ -344,7 +402,8 @@ nb::ndarray<nb::array_api> empty(const std::vector<int64_t>& shape, const std::s
         }
     }
     throw nb::value_error(
-        message("empty: dtype must be float32, float16 or bfloat16, got ", dtype_name).c_str()
+        message("empty: dtype must be float32, float16, bfloat16 or int32, got ", dtype_name)
+            .c_str()
     );
 }
 
@@ -364,8 +423,8 @@ void export_attention(nb::module_& m) {
             "causal: bool, window_left: int, window_right: int, softcap: float, alibi_slopes: "
             "object, sinks: object, q_scale: object, "
             "k_scale: object, v_scale: object, kv_dtype: str, layout: str, num_splits: int, "
-            "batch_invariant: bool, validate: bool | None, "
-            "stream: object, /) -> None"
+            "batch_invariant: bool, plan: object, workspace: object, pdl: bool, "
+            "validate: bool | None, stream: object, /) -> None"
         )
     );
     pagetile::define(

@@ -7,6 +7,7 @@ void export_block_pool(nb::module_& m);
 void export_cache_write(nb::module_& m);
 void export_config(nb::module_& m);
 void export_copy_pages(nb::module_& m);
+void export_plan(nb::module_& m);
 
 NB_MODULE(_C, m) {
     m.doc() = "pagetile's C++ library. Private: the documented API is the package pagetile.";
@@ -15,4 +16,5 @@ NB_MODULE(_C, m) {
     export_cache_write(m);
     export_config(m);
     export_copy_pages(m);
+    export_plan(m);
 }

@@ -138,11 +138,11 @@ std::string sizes_text(const int64_t* sizes, int count) {
     return text + (count == 1 ? ",)" : ")");
 }
 
+}  // namespace
+
 std::string device_text(Device device) {
     return device.kind == DeviceKind::kCpu ? "the CPU" : message("CUDA device ", device.index);
 }
-
-}  // namespace
 
 Tensor::Tensor(const char* function, const char* name, nb::handle object, Access access)
     : function_(function), name_(name) {

@@ -96,6 +96,9 @@ void require_tensors(
     std::initializer_list<const Tensor*> optional
 );
 
+// As messages name it: "the CPU", "CUDA device 0".
+std::string device_text(Device device);
+
 // The stream of a call: `stream` if it is given (an int, or an object with `__cuda_stream__`), else
 // the current stream of the framework that `object` comes from, else the legacy default stream. 0
 // on the CPU.

@@ -61,7 +61,7 @@ def _type_name(tensor_type: type) -> str:
     )
 
 
-def _find_allocator(function: str, name: str, like: Any) -> Allocator:
+def find_allocator(function: str, name: str, like: Any) -> Allocator:
     tensor_type = type(like)
     for base in tensor_type.__mro__:
         allocator = _ALLOCATORS.get(base.__module__.partition(".")[0])
@@ -84,7 +84,7 @@ def prepare(function: str, name: str, like: Any, meaning: str) -> tuple[int, ...
     Raises TypeError where it is no tensor, or of a library that `empty` does not know.
     """
     if type(like) not in _allocator_of_type:
-        _find_allocator(function, name, like)
+        find_allocator(function, name, like)
     return shape_of(function, name, like, 3, meaning)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagetile import _C
+from pagetile._C import Plan
 from pagetile._tensor import SupportsDLPack, empty, explain_scalars, finish, prepare
 
 __all__ = ["merge_states", "paged_attention"]
@@ -35,8 +36,9 @@ def paged_attention(
     layout: str = "NHD",
     num_splits: int = 0,
     batch_invariant: bool = False,
-    plan: Any = None,
-    workspace: Any = None,
+    plan: Plan | None = None,
+    workspace: SupportsDLPack | None = None,
+    pdl: bool = False,
     out: SupportsDLPack | None = None,
     return_softmax_lse: bool = False,
     softmax_lse: SupportsDLPack | None = None,
@@ -83,8 +85,16 @@ def paged_attention(
         num_splits: cuts of each sequence that run in parallel: 0 chooses, 1 is off, n is at most n.
         batch_invariant: a sequence's bits depend on nothing but the sequence: not on the batch,
             splits or query chunks.
-        plan: None; the CPU backend schedules each call by itself.
-        workspace: None, likewise.
+        plan: the step's schedule by `make_plan`, for these sizes and options: saves a GPU the
+            kernel that would plan this call. The CPU checks that it fits, and needs none.
+        workspace: written; a contiguous tensor of at least `workspace_size` bytes, any dtype, 16-
+            byte aligned, zeroed before its first use. A call leaves it ready for the next; calls
+            that may run at the same time need one each. None: one that the library keeps for each
+            stream. The CPU needs none.
+        pdl: launch as a programmatic dependent of the kernel before this one in the stream. plan,
+            the lengths, block_table and the scales are then read early: no kernel of the unbroken
+            chain of such launches before this one, nor the kernel that the chain follows, may
+            write them. Queries, keys and values wait. The CPU ignores it.
         out: written; [T, Hq, Dv], q's dtype (fp8 q: any 16- or 32-bit float). None allocates in q's
             framework (fp8 q: bfloat16).
         return_softmax_lse: also return softmax_lse.
@@ -116,11 +126,6 @@ def paged_attention(
         ...     cu_seqlens_q=np.array([0, 1], np.int32), max_seqlen_q=1,
         ... )
     """
-    if plan is not None or workspace is not None:
-        name = "workspace" if plan is None else "plan"
-        raise ValueError(
-            f"paged_attention: {name} must be None: the CPU backend schedules each call by itself"
-        )
     if block_table is None:
         raise TypeError("paged_attention: block_table must be a DLPack tensor, got None")
     if seqused_k is None:
@@ -150,6 +155,9 @@ def paged_attention(
         layout,
         num_splits,
         batch_invariant,
+        plan,
+        workspace,
+        pdl,
         out,
         return_softmax_lse,
         softmax_lse,
@@ -181,6 +189,9 @@ def attend(
     layout: str,
     num_splits: int,
     batch_invariant: bool,
+    plan: Plan | None,
+    workspace: Any,
+    pdl: bool,
     out: Any,
     return_softmax_lse: bool,
     softmax_lse: Any,
@@ -203,10 +214,7 @@ def attend(
         out = empty(q, (total_q, num_q_heads, head_dim_v), "bfloat16" if is_float8 else None)
     if return_softmax_lse and not given_lse:
         softmax_lse = empty(q, (num_q_heads, total_q), "float32")
-    try:
-        window_left, window_right = window
-    except (TypeError, ValueError):
-        raise ValueError(f"paged_attention: window must be (left, right), got {window!r}") from None
+    window_left, window_right = window_sides("paged_attention", window)
     try:
         _C.paged_attention(
             out,
@@ -234,6 +242,9 @@ def attend(
             layout,
             num_splits,
             batch_invariant,
+            plan,
+            workspace,
+            pdl,
             validate,
             stream,
         )
@@ -252,6 +263,7 @@ def attend(
             ("layout", str, layout),
             ("num_splits", int, num_splits),
             ("batch_invariant", bool, batch_invariant),
+            ("pdl", bool, pdl),
             ("validate", bool, False if validate is None else validate),
         )
     if not given_out:
@@ -259,6 +271,15 @@ def attend(
     if not return_softmax_lse:
         return out
     return out, softmax_lse if given_lse else finish(q, softmax_lse)
+
+
+def window_sides(function: str, window: tuple[int, int]) -> tuple[int, int]:
+    """Return (left, right), or say that the window is no pair."""
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise ValueError(f"{function}: window must be (left, right), got {window!r}") from None
+    return left, right
 
 
 def merge_states(

@@ -73,6 +73,18 @@ struct AttentionParams {
     int64_t num_splits = 0;        // 0 chooses, 1 is off, n at most n
     bool batch_invariant = false;  // a sequence's bits depend on nothing but the sequence
     bool validate = false;         // read the metadata first and throw on what is out of range
+    const void* plan = nullptr;    // by make_plan for this step; null: planned in the call
+    // At least workspace_size() bytes, zeroed before its first use; each call leaves it ready for
+    // the next. Two calls at the same time need two. Null: one that the library keeps for each
+    // stream. The CPU needs neither plan nor workspace.
+    void* workspace = nullptr;
+    int64_t workspace_bytes = 0;
+
+    // Launch as a programmatic dependent of the kernel before it in the stream. The plan, lengths,
+    // block table and scales are then read early: no kernel of the unbroken chain of such launches
+    // before this one, nor the kernel that the chain follows, may write them. Queries, keys and
+    // values wait. The CPU ignores it.
+    bool pdl = false;
 
     Device device;
 };
@@ -82,6 +94,39 @@ struct AttentionParams {
 // tensors is read or written: a page outside the pool reads as zeros, lengths are clamped to what
 // the tensors can hold.
 void paged_attention(const AttentionParams& params, Stream stream);
+
+// A step of an engine, as far as the schedule of its attention depends on it.
+struct PlanParams {
+    int64_t batch = 0;  // B
+    int64_t num_q_heads = 0;
+    int64_t num_kv_heads = 0;
+    int64_t head_dim = 0;
+    int64_t head_dim_v = 0;
+    int64_t max_seqlen_q = 0;  // upper bounds known to the host
+    int64_t max_seqlen_k = 0;
+
+    const int32_t* cu_seqlens_q = nullptr;  // [B + 1]; null: one query a sequence
+    const int32_t* seqused_k = nullptr;     // [B]; may be null with cu_seqlens_k
+    const int32_t* cu_seqlens_k = nullptr;  // [B + 1]; only for packed rows
+
+    bool causal = true;
+    int64_t window_left = -1;
+    int64_t window_right = -1;
+    int64_t num_splits = 0;
+    bool batch_invariant = false;
+
+    Device device;
+};
+
+// Bytes of a plan, and of a workspace for calls with such parameters. Neither depends on the
+// lengths, so both hold for every step of a captured graph.
+int64_t plan_size(const PlanParams& params);
+int64_t workspace_size(const PlanParams& params);
+
+// Writes the schedule of a step into plan_size() bytes on the device, without a synchronisation:
+// valid for every paged_attention with the same sizes and options and the same query lengths. Should
+// the KV lengths differ, results stay right; only the balance suffers.
+void make_plan(const PlanParams& params, void* plan, Stream stream);
 
 // Two partial attentions of the same queries over disjoint keys, merged exactly.
 struct MergeStatesParams {

@@ -9,6 +9,12 @@
 
 #include <cmath>
 #include <limits>
+#include <vector>
+
+#if PAGETILE_HAS_CUDA
+#include "attention/cuda/attention_gpu.h"
+#include "common/cuda.h"
+#endif
 
 namespace pagetile {
 namespace {
@@ -247,26 +253,83 @@ void check_metadata(const AttentionParams& params) {
     }
 }
 
+#if PAGETILE_HAS_CUDA
+// A copy of the metadata on the host. Waits for the stream.
+class HostMetadata {
+public:
+    HostMetadata(const AttentionParams& params, cudaStream_t stream) : params_(params) {
+        const DeviceGuard guard(params.device, "paged_attention: validate");
+        params_.cu_seqlens_q = fetch(cu_seqlens_q_, params.cu_seqlens_q, params.batch + 1, stream);
+        params_.seqused_k = fetch(seqused_k_, params.seqused_k, params.batch, stream);
+        params_.cu_seqlens_k = fetch(cu_seqlens_k_, params.cu_seqlens_k, params.batch + 1, stream);
+        const int64_t entries =
+            params.batch == 0 || params.max_pages == 0
+                ? 0
+                : (params.batch - 1) * params.block_table_stride + params.max_pages;
+        params_.block_table = fetch(block_table_, params.block_table, entries, stream);
+        check_cuda(cudaStreamSynchronize(stream), "paged_attention: validate");
+    }
+
+    const AttentionParams& params() const { return params_; }
+
+private:
+    static const int32_t* fetch(
+        std::vector<int32_t>& to, const int32_t* from, int64_t count, cudaStream_t stream
+    ) {
+        if (from == nullptr) {
+            return nullptr;
+        }
+        to.resize(static_cast<size_t>(count) + 1);  // a place for an empty one, too
+        check_cuda(
+            cudaMemcpyAsync(
+                to.data(),
+                from,
+                static_cast<size_t>(count) * sizeof(int32_t),
+                cudaMemcpyDeviceToHost,
+                stream
+            ),
+            "paged_attention: validate"
+        );
+        return to.data();
+    }
+
+    AttentionParams params_;
+    std::vector<int32_t> cu_seqlens_q_;
+    std::vector<int32_t> seqused_k_;
+    std::vector<int32_t> cu_seqlens_k_;
+    std::vector<int32_t> block_table_;
+};
+#endif
+
 // A window at least as wide as the longest sequence is none; below, so that sums with it cannot
 // overflow.
 int64_t bounded_window(int64_t window) { return window > kMaxLength ? -1 : window; }
 
 }  // namespace
 
-void paged_attention(const AttentionParams& given, Stream /*stream*/) {
+void paged_attention(const AttentionParams& given, [[maybe_unused]] Stream stream) {
     check_types(given);
     check_sizes(given);
     check_options(given);
     AttentionParams params = given;
     params.window_left = bounded_window(given.window_left);
     params.window_right = bounded_window(given.window_right);
-    if (params.device.kind != DeviceKind::kCpu) {
-        throw_not_built("paged_attention", params.device);
+    if (params.device.kind == DeviceKind::kCpu) {
+        if (params.validate) {
+            check_metadata(params);
+        }
+        cpu::paged_attention(params);
+        return;
     }
+#if PAGETILE_HAS_CUDA
+    const auto cuda_stream = reinterpret_cast<cudaStream_t>(stream);
     if (params.validate) {
-        check_metadata(params);
+        check_metadata(HostMetadata(params, cuda_stream).params());
     }
-    cpu::paged_attention(params);
+    gpu::paged_attention(params, cuda_stream);
+#else
+    throw_not_built("paged_attention", params.device);
+#endif
 }
 
 }  // namespace pagetile

@@ -45,14 +45,14 @@ BuildInfo build_info() {
     info.families.push_back(
         {.name = "sm80",
          .targets = split(PAGETILE_SM80_ARCHITECTURES),
-         .kernels = {"cache_write", "copy_pages"}}
+         .kernels = {"cache_write", "copy_pages", "paged_attention", "merge_states"}}
     );
 #endif
 #if PAGETILE_HAS_SM90
     info.families.push_back(
         {.name = "sm90",
          .targets = split(PAGETILE_SM90_ARCHITECTURES),
-         .kernels = {"cache_write", "copy_pages"}}
+         .kernels = {"cache_write", "copy_pages", "paged_attention", "merge_states"}}
     );
 #endif
     return info;

@@ -3,7 +3,46 @@
 // Instructions that CUDA and CUTLASS 4.2 have no function for, or none that orders memory. One
 // instruction each.
 
+#include <cstdint>
+
 namespace pagetile::ptx {
+
+// 2^x within two units in the last place; 2^-inf is 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Copies 16 bytes to shared memory behind the thread's back, or zeroes them and reads nothing. (The
+// source size of CUTLASS's atom, a number in a register, takes six more instructions.)
+__device__ __forceinline__ void cp_async_16_bytes_if(bool is_there, void* to, const void* from) {
+    asm volatile(
+        "{.reg .pred ignore; setp.eq.u32 ignore, %2, 0; "
+        "cp.async.cg.shared.global [%0], [%1], 16, ignore;}" ::"r"(
+            static_cast<uint32_t>(__cvta_generic_to_shared(to))
+        ),
+        "l"(from),
+        "r"(static_cast<uint32_t>(is_there))
+        : "memory"
+    );
+}
+
+// Brings the 128 bytes around an address into the L2; an address that is none is ignored.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Adds 1 to a counter that goes from 0 to last and then back to 0; returns what it was. What this
+// thread has seen written before, is seen by whoever sees the count.
+__device__ __forceinline__ uint32_t count_arrival(uint32_t* counter, uint32_t last) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(counter), "r"(last)
+                 : "memory");
+    return before;
+}
 
 // 1 / x within one unit in the last place; subnormals count as 0.
 __device__ __forceinline__ float rcp_approx(float x) {

@@ -275,7 +275,7 @@ def flash_attn_varlen_func(
         attend, function, _VARLEN_NAMES,
         q, k, v, block_table, seqused_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, window, softcap, alibi_slopes, s_aux,
-        q_descale, k_descale, v_descale, "auto", "NHD", num_splits, False,
+        q_descale, k_descale, v_descale, "auto", "NHD", num_splits, False, None, None, False,
         out, return_softmax_lse, None, None, None,
     )  # fmt: skip
 
@@ -502,7 +502,7 @@ def _decode(
         attend, function, _DECODE_NAMES,
         query, key_cache, value_cache, block_tables, seq_lens, None, None, 1, max_seq_len,
         scale, False, (-1, -1), 0.0, alibi_slopes, None, None, k_scale, v_scale,
-        kv_cache_dtype, "legacy", 0, False, out, False, None, None, None,
+        kv_cache_dtype, "legacy", 0, False, None, None, False, out, False, None, None, None,
     )  # fmt: skip
 
 

@@ -1,0 +1,215 @@
+// Host side of attention on a GPU: the plan, the workspace, the kernel's parameters.
+
+#include "attention/cuda/attention_gpu.h"
+#include "attention/cuda/workspace.h"
+#include "attention/dispatch.h"
+#include "attention/sm80/split_kv_launch.h"
+#include "common/cuda.h"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <mutex>
+
+namespace pagetile::gpu {
+namespace {
+
+constexpr const char* kFunction = "paged_attention";
+constexpr float kLog2e = 1.4426950408889634f;
+// Positions of keys, rounded up to whole tiles, are 32-bit integers.
+constexpr int64_t kMaxKeys = std::numeric_limits<int32_t>::max() - 64;
+constexpr int kNoChunks = 30;
+
+void check_limits(const AttentionParams& params) {
+    if (!is_float8(params.kv_dtype) && params.kv_dtype != DType::kFloat16 &&
+        params.kv_dtype != DType::kBFloat16) {
+        throw NotBuiltError(message(
+            "paged_attention: not built for ",
+            dtype_name(params.kv_dtype),
+            " on a GPU; built: float16, bfloat16, and float8_e4m3fn and float8_e5m2 caches"
+        ));
+    }
+    if (params.q_dtype == DType::kFloat32) {
+        throw NotBuiltError(
+            "paged_attention: not built for float32 queries on a GPU; built: float16, bfloat16, "
+            "float8_e4m3fn, float8_e5m2"
+        );
+    }
+    constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
+    const auto check_below = [](const char* name, int64_t value, int64_t limit) {
+        if (value > limit) {
+            fail("paged_attention: ", name, " must be at most ", limit, " on a GPU, got ", value);
+        }
+    };
+    check_below("batch", params.batch, kMaxInt);
+    check_below(
+        "query tokens x query heads of a KV head",
+        params.total_q * (params.num_q_heads / params.num_kv_heads),
+        kMaxInt
+    );
+    check_below("num_pages", params.num_pages, kMaxInt);
+    check_below("page_size", params.page_size, kMaxInt);
+}
+
+sm80::KvSide make_side(const CacheView& view, int64_t element_bytes, int64_t head_dim) {
+    const bool chunked = view.chunk < head_dim;
+    return {
+        .data = static_cast<const char*>(view.data),
+        .page_stride = view.page_stride * element_bytes,
+        .token_stride = view.token_stride * element_bytes,
+        .head_stride = view.head_stride * element_bytes,
+        .chunk_stride = chunked ? view.chunk_stride * element_bytes : 0,
+        .chunk_log2 = chunked ? std::countr_zero(static_cast<uint64_t>(view.chunk)) : kNoChunks,
+        .row_bytes = static_cast<int32_t>(head_dim * element_bytes),
+    };
+}
+
+bool is_multiple(int64_t n, int64_t divisor) { return n % divisor == 0; }
+
+bool is_aligned(const void* pointer, int64_t bytes) {
+    return is_multiple(static_cast<int64_t>(reinterpret_cast<uintptr_t>(pointer)), bytes);
+}
+
+// Whether every row begins and ends at a multiple of 16 bytes. A stride that is never stepped does
+// not matter.
+bool takes_16_bytes(const AttentionParams& params, const sm80::KvSide& side) {
+    const auto fits = [](int64_t count, int64_t stride) {
+        return count <= 1 || is_multiple(stride, 16);
+    };
+    return side.chunk_log2 == kNoChunks && side.row_bytes % 16 == 0 && is_aligned(side.data, 16) &&
+           fits(params.num_pages, side.page_stride) && fits(params.page_size, side.token_stride) &&
+           fits(params.num_kv_heads, side.head_stride);
+}
+
+}  // namespace
+
+void paged_attention(const AttentionParams& params, cudaStream_t stream) {
+    check_limits(params);
+    if (params.batch == 0 || params.total_q == 0) {
+        return;
+    }
+    const DeviceGuard guard(params.device, kFunction);
+
+    // Schedule
+    PlanParams step = plan_params(params);
+    const int64_t capacity = std::min(
+        params.block_table == nullptr ? params.num_pages : params.max_pages * params.page_size,
+        kMaxKeys
+    );
+    step.max_seqlen_k = step.max_seqlen_k > 0 ? std::min(step.max_seqlen_k, capacity) : capacity;
+    PlanShape shape = plan_shape(step, num_sms(params.device));
+    shape.max_q_len = static_cast<int32_t>(params.total_q);
+    const WorkspaceLayout layout =
+        workspace_layout(shape, params.max_seqlen_q, params.head_dim, params.head_dim_v);
+    auto* workspace = static_cast<char*>(params.workspace);
+    if (workspace == nullptr) {
+        workspace = stream_workspace(params.device, stream, layout.bytes);
+    } else if (params.workspace_bytes < layout.bytes) {
+        fail(
+            "paged_attention: workspace must have at least ",
+            layout.bytes,
+            " bytes, got ",
+            params.workspace_bytes
+        );
+    }
+    const auto* plan = static_cast<const LaneWork*>(params.plan);
+    // The plan of the call lies in the stream's workspace until the kernel behind it has run: no other
+    // thread may launch one in between.
+    static std::mutex planning;
+    std::unique_lock<std::mutex> lock;
+    if (plan == nullptr) {
+        lock = std::unique_lock(planning);
+        auto* made = reinterpret_cast<LaneWork*>(workspace + layout.plan);
+        launch_plan(
+            {.shape = shape,
+             .cu_seqlens_q = params.cu_seqlens_q,
+             .seqused_k = params.seqused_k,
+             .cu_seqlens_k = params.cu_seqlens_k,
+             .plan = made,
+             .pdl = params.pdl,
+             .next_waits = true},
+            params.device,
+            stream
+        );
+        plan = made;
+    }
+
+    // Parameters
+    const auto element_bytes = static_cast<int64_t>(dtype_size(params.kv_dtype));
+    sm80::SplitKvParams p = {};
+    p.shape = shape;
+    p.plan = plan;
+    p.counters = reinterpret_cast<uint32_t*>(workspace);
+    p.rows_max = reinterpret_cast<float2*>(workspace + layout.rows_max);
+    p.rows_out = reinterpret_cast<float*>(workspace + layout.rows_out);
+    p.slot_rows = layout.slot_rows;
+    p.chains = FastDivide(static_cast<uint32_t>(shape.chains));
+    p.group = FastDivide(static_cast<uint32_t>(shape.group));
+    p.cu_seqlens_q = params.cu_seqlens_q;
+    p.seqused_k = params.seqused_k;
+    p.cu_seqlens_k = params.cu_seqlens_k;
+    p.total_q = static_cast<int32_t>(params.total_q);
+    p.kv_capacity = static_cast<int32_t>(capacity);
+    p.kv[0] = make_side(params.k_cache, element_bytes, params.head_dim);
+    p.kv[1] = make_side(params.v_cache, element_bytes, params.head_dim_v);
+    p.block_table = params.block_table;
+    p.block_table_stride = params.block_table_stride;
+    p.page_size = FastDivide(static_cast<uint32_t>(params.page_size));
+    p.num_pages = static_cast<int32_t>(params.num_pages);
+    p.granule_log2 = std::min(4, std::countr_zero(static_cast<uint64_t>(params.page_size)));
+    p.copies_16_bytes = takes_16_bytes(params, p.kv[0]) && takes_16_bytes(params, p.kv[1]);
+    if (params.block_table == nullptr) {
+        // Packed rows are one page; each sequence begins somewhere in it.
+        p.granule_log2 = 4;
+        for (sm80::KvSide& side : p.kv) {
+            side.token_stride = side.page_stride;
+            side.page_stride = 0;
+        }
+    }
+
+    const HeadDims dims = built_head_dims(params.head_dim, params.head_dim_v);
+    p.copies_whole_rows = p.copies_16_bytes && p.granule_log2 == 4 && params.head_dim == dims.k &&
+                          params.head_dim_v == dims.v;
+
+    const auto q_bytes = static_cast<int64_t>(dtype_size(params.q_dtype));
+    p.q = static_cast<const char*>(params.q);
+    p.q_row_stride = params.q_row_stride * q_bytes;
+    p.q_head_stride = params.q_head_stride * q_bytes;
+    p.q_dtype = params.q_dtype;
+    p.head_dim = static_cast<int32_t>(params.head_dim);
+    p.q_is_aligned = is_aligned(params.q, 16) && is_multiple(params.head_dim * q_bytes, 16) &&
+                     is_multiple(p.q_row_stride, 16) && is_multiple(p.q_head_stride, 16);
+
+    p.scale = params.softmax_scale * kLog2e;
+    p.softcap = params.softcap * kLog2e;
+    p.softcap_inverse = params.softcap == 0.0f ? 0.0f : 1.0f / p.softcap;
+    p.transforms =
+        params.softcap != 0.0f || params.alibi_slopes != nullptr || !(params.softmax_scale > 0.0f);
+    p.alibi_slopes = params.alibi_slopes;
+    p.alibi_batch_stride = params.alibi_batch_stride;
+    p.alibi_head_stride = params.alibi_head_stride;
+    p.q_scale = params.q_scale;
+    p.k_scale = params.k_scale;
+    p.v_scale = params.v_scale;
+    p.sinks = params.sinks;
+    p.sinks_dtype = params.sinks_dtype;
+    p.sinks_stride = params.sinks_stride;
+
+    const auto out_bytes = static_cast<int64_t>(dtype_size(params.out_dtype));
+    p.out = params.out;
+    p.out_row_stride = params.out_row_stride;
+    p.out_head_stride = params.out_head_stride;
+    p.out_dtype = params.out_dtype;
+    p.head_dim_v = static_cast<int32_t>(params.head_dim_v);
+    p.out_is_aligned = is_aligned(params.out, 4 * out_bytes) &&
+                       is_multiple(params.out_row_stride, 4) &&
+                       is_multiple(params.out_head_stride, 4);
+    p.softmax_lse = params.softmax_lse;
+    p.lse_head_stride = params.lse_head_stride;
+    p.lse_row_stride = params.lse_row_stride;
+    p.plan_waits = params.plan == nullptr;
+    p.pdl = params.pdl && params.plan != nullptr;
+    sm80::launch_split_kv(p, params.kv_dtype, dims, params.device, stream);
+}
+
+}  // namespace pagetile::gpu

@@ -1,0 +1,178 @@
+#include "attention/dispatch.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <limits>
+
+#if PAGETILE_HAS_CUDA
+#include "common/cuda.h"
+
+#include <atomic>
+#endif
+
+namespace pagetile {
+namespace {
+
+constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
+constexpr int64_t kAlign = 256;
+
+int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// KV heads are dealt out to `chains` workers that run side by side: as many as there are heads,
+// which reads a page's heads at one time, unless that leaves too many multiprocessors without work.
+int32_t num_chains(int64_t num_kv_heads, int num_sms) {
+    static constexpr double kEnough = 0.95;
+    int64_t best = 1;
+    int64_t best_used = 0;
+    for (int64_t chains = std::min<int64_t>(num_kv_heads, num_sms); chains >= 1; --chains) {
+        if (num_kv_heads % chains != 0) {
+            continue;
+        }
+        const int64_t lanes = std::min<int64_t>(num_sms / chains, kMaxLanes);
+        const int64_t used = chains * lanes;
+        if (static_cast<double>(used) >= kEnough * num_sms) {
+            return static_cast<int32_t>(chains);
+        }
+        if (used > best_used) {
+            best = chains;
+            best_used = used;
+        }
+    }
+    return static_cast<int32_t>(best);
+}
+
+}  // namespace
+
+int num_sms([[maybe_unused]] Device device) {
+    static constexpr int kH200 = 132;
+#if PAGETILE_HAS_CUDA
+    // Asked for once a device: the runtime takes longer over it than the rest of a call.
+    static std::atomic<int> known[64];
+    if (device.kind == DeviceKind::kCuda && device.index < 64) {
+        std::atomic<int>& count = known[device.index];
+        if (count.load(std::memory_order_relaxed) == 0) {
+            int value = 0;
+            const cudaError_t status =
+                cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device.index);
+            if (status != cudaSuccess) {
+                cudaGetLastError();  // or the next call, maybe somebody else's, would report it
+            }
+            check_cuda(status, "the number of multiprocessors");
+            count.store(value, std::memory_order_relaxed);
+        }
+        return count.load(std::memory_order_relaxed);
+    }
+#endif
+    return kH200;
+}
+
+HeadDims built_head_dims(int64_t head_dim, int64_t head_dim_v) {
+    const auto built = [](int64_t dim) {
+        for (const int32_t width : {64, 96, 128, 192}) {
+            if (dim <= width) {
+                return width;
+            }
+        }
+        return 256;
+    };
+    const HeadDims dims = {built(head_dim), built(head_dim_v)};
+    if (dims.k == 192 && dims.v <= 128) {
+        return {192, 128};
+    }
+    const int32_t widest = std::max(dims.k, dims.v);
+    return {widest, widest};
+}
+
+int32_t rows_per_tile(HeadDims dims, int64_t max_seqlen_q, int64_t group, bool batch_invariant) {
+    // With another number of rows, keys are dealt to other warps, and sums have other bits.
+    if (batch_invariant || max_seqlen_q <= 0 || max_seqlen_q > 16 || max_seqlen_q * group > 16) {
+        return 32;
+    }
+    if (max_seqlen_q * group <= 8) {
+        return 8;
+    }
+    return dims.k <= 128 ? 16 : 32;
+}
+
+PlanShape plan_shape(const PlanParams& params, int num_sms) {
+    PlanShape shape;
+    shape.batch = static_cast<int32_t>(params.batch);
+    shape.group = static_cast<int32_t>(params.num_q_heads / params.num_kv_heads);
+    const int64_t most_tokens = kMaxInt / shape.group;
+    shape.max_q_len = static_cast<int32_t>(
+        params.max_seqlen_q > 0 ? std::min(params.max_seqlen_q, most_tokens) : most_tokens
+    );
+    const int64_t max_q_len = params.cu_seqlens_q == nullptr ? 1 : params.max_seqlen_q;
+    shape.rows = rows_per_tile(
+        built_head_dims(params.head_dim, params.head_dim_v),
+        max_q_len,
+        shape.group,
+        params.batch_invariant
+    );
+    shape.chains = num_chains(params.num_kv_heads, num_sms);
+    shape.heads_per_chain = static_cast<int32_t>(params.num_kv_heads / shape.chains);
+    shape.lanes = static_cast<int32_t>(std::clamp<int64_t>(num_sms / shape.chains, 1, kMaxLanes));
+    // A window at least as wide as the longest sequence is none.
+    shape.window_left =
+        static_cast<int32_t>(params.window_left > kMaxInt ? -1 : params.window_left);
+    shape.window_right =
+        static_cast<int32_t>(params.window_right > kMaxInt ? -1 : params.window_right);
+    if (params.causal) {
+        shape.window_right = 0;
+    }
+    shape.max_splits = static_cast<int32_t>(std::min<int64_t>(params.num_splits, kMaxLanes));
+    if (params.batch_invariant) {
+        shape.piece_units = kPieceUnits;
+        const int64_t units =
+            (std::max<int64_t>(params.max_seqlen_k, 1) + kPlanKeys - 1) / kPlanKeys;
+        shape.max_pieces = static_cast<int32_t>((units + kPieceUnits - 1) / kPieceUnits);
+    }
+    // What a tile and a piece of a tile cost besides their keys, measured in keys of 512 bytes (K and
+    // V of 128 in 16 bits): docs/kernels/attention_decode.md.
+    const int64_t width = params.head_dim + params.head_dim_v;
+    shape.tile_cost =
+        static_cast<int32_t>(std::max<int64_t>(1, 2 * 256 / std::max<int64_t>(width, 1)));
+    shape.split_cost = 3 * shape.tile_cost;
+    return shape;
+}
+
+PlanParams plan_params(const AttentionParams& params) {
+    return {
+        .batch = params.batch,
+        .num_q_heads = params.num_q_heads,
+        .num_kv_heads = params.num_kv_heads,
+        .head_dim = params.head_dim,
+        .head_dim_v = params.head_dim_v,
+        .max_seqlen_q = params.max_seqlen_q,
+        .max_seqlen_k = params.max_seqlen_k,
+        .cu_seqlens_q = params.cu_seqlens_q,
+        .seqused_k = params.seqused_k,
+        .cu_seqlens_k = params.cu_seqlens_k,
+        .causal = params.causal,
+        .window_left = params.window_left,
+        .window_right = params.window_right,
+        .num_splits = params.num_splits,
+        .batch_invariant = params.batch_invariant,
+        .device = params.device,
+    };
+}
+
+WorkspaceLayout workspace_layout(
+    const PlanShape& shape, int64_t max_seqlen_q, int64_t head_dim, int64_t head_dim_v
+) {
+    constexpr int64_t kFloat = sizeof(float);
+    const int64_t slots = slots_per_chain(shape) * shape.chains;
+    const int64_t rows =
+        max_seqlen_q > 0 ? std::min<int64_t>(round_up(max_seqlen_q * shape.group, 8), shape.rows)
+                         : shape.rows;
+    WorkspaceLayout layout;
+    layout.slot_rows = static_cast<int32_t>(rows);
+    layout.plan = kCounterBytes;
+    layout.rows_max = layout.plan + shape.lanes * static_cast<int64_t>(sizeof(LaneWork));
+    layout.rows_out = round_up(layout.rows_max + slots * rows * 2 * kFloat, kAlign);
+    layout.bytes =
+        layout.rows_out + slots * rows * built_head_dims(head_dim, head_dim_v).v * kFloat;
+    return layout;
+}
+
+}  // namespace pagetile

@@ -1,0 +1,54 @@
+#pragma once
+
+// Which kernel and which schedule a call gets. Pure functions of what the host knows.
+
+#include "attention/plan.h"
+#include "pagetile/attention.h"
+
+#include <cstdint>
+
+namespace pagetile {
+
+// Multiprocessors of a GPU; the CPU plans for those of an H200.
+int num_sms(Device device);
+
+// The head dimensions that kernels are built for and that hold these.
+struct HeadDims {
+    int32_t k;
+    int32_t v;
+
+    bool operator==(const HeadDims&) const = default;
+};
+
+HeadDims built_head_dims(int64_t head_dim, int64_t head_dim_v);
+
+// Packed rows of a tile: 8, 16 or 32.
+int32_t rows_per_tile(HeadDims dims, int64_t max_seqlen_q, int64_t group, bool batch_invariant);
+
+PlanShape plan_shape(const PlanParams& params, int num_sms);
+
+PlanParams plan_params(const AttentionParams& params);
+
+// Counters come first, in the same place for every schedule, and are 0 between calls; the rest may
+// hold anything.
+inline constexpr int64_t kCounterBytes = 32768;
+inline constexpr int32_t kCountersPerTile = 8;  // one a warp
+
+struct WorkspaceLayout {
+    int64_t plan;      // bytes from the beginning
+    int64_t rows_max;  // float2 [slots, slot_rows]: largest score and sum of weights, log2 units
+    int64_t rows_out;  // float [slots, slot_rows, head_dim_v]
+    int64_t bytes;
+    int32_t slot_rows;
+};
+
+WorkspaceLayout workspace_layout(
+    const PlanShape& shape, int64_t max_seqlen_q, int64_t head_dim, int64_t head_dim_v
+);
+
+// The slots, and the counters, of one chain.
+PAGETILE_HOST_DEVICE int64_t slots_per_chain(const PlanShape& shape) {
+    return 2 * static_cast<int64_t>(shape.lanes) * (shape.piece_units > 0 ? shape.max_pieces : 1);
+}
+
+}  // namespace pagetile

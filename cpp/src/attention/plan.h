@@ -1,0 +1,491 @@
+#pragma once
+
+// The schedule of the split-KV kernel: who computes which keys of which rows. One line of work, cut
+// into as many parts as there are workers.
+//
+// A tile is up to `rows` packed rows (query token, head of the KV head's group) of one sequence and
+// one KV head; its keys are counted in units of 32. The tiles stand on a line, sequence by
+// sequence, KV head by KV head, and a lane is a contiguous piece of that line. Where a lane begins
+// or ends inside a tile, that tile is split: each lane leaves a partial result of its piece.
+//
+// KV heads that lie side by side in a page are read at the same time: worker w belongs to chain
+// w % chains and takes the KV heads h with h % chains == w % chains. All chains have the same plan.
+//
+// Everything here is host and device code: the plan kernel runs it in parallel, make_plan on the
+// CPU and the tests run it serially, and both write the same bytes.
+
+#include "common/fast_divide.h"
+
+#include <cstdint>
+
+namespace pagetile {
+
+inline constexpr int32_t kPlanKeys = 32;           // keys of a unit
+inline constexpr int32_t kWholeTile = 0x7fffffff;  // Position::unit: behind the tile's last key
+inline constexpr int32_t kMaxLanes = 256;
+inline constexpr int32_t kPieceUnits = 64;  // batch_invariant: pieces of 2048 keys
+
+// What the host knows of a step, and all that the plan depends on besides the lengths.
+struct PlanShape {
+    int32_t batch = 0;            // B
+    int32_t max_q_len = 0;        // longer queries are cut: metadata cannot be trusted
+    int32_t group = 1;            // query heads of a KV head
+    int32_t rows = 8;             // packed rows of a tile
+    int32_t chains = 1;           // workers side by side
+    int32_t heads_per_chain = 1;  // KV heads of a chain, one after the other
+    int32_t lanes = 1;            // workers of a chain, at most kMaxLanes
+    int32_t window_left = -1;     // tokens around the diagonal; -1: all
+    int32_t window_right = -1;    // causal: 0
+    int32_t max_splits = 0;       // of a tile; 0: any number
+    int32_t piece_units = 0;      // batch_invariant: tiles are cut at multiples of it; 0: anywhere
+    int32_t max_pieces = 0;       // batch_invariant: of a tile
+    int32_t tile_cost = 2;        // what a tile costs besides its keys, in units
+    int32_t split_cost = 6;       // what a piece of a split tile costs, in units
+
+    bool operator==(const PlanShape&) const = default;
+};
+
+// A place on the line: before the unit `unit` of a tile. Unit 0 is the tile's beginning wherever
+// its first visible key is, kWholeTile the tile's end.
+struct Position {
+    int32_t batch_idx;
+    int32_t head;      // of the chain
+    int32_t row_tile;  // of the sequence
+    int32_t unit;
+};
+
+// Keys of a tile: those that some row sees, and those that every row sees.
+struct TileKeys {
+    int32_t first;
+    int32_t end;
+    int32_t all_begin;
+    int32_t all_end;
+};
+
+// What a lane has of a tile: units [unit_begin, unit_end), the tile's piece `piece` of `pieces` (or
+// several, from that one on, where tiles are cut at multiples of piece_units), and where in the
+// chain's workspace the tile's pieces meet.
+struct TilePart {
+    int32_t unit_begin;
+    int32_t unit_end;
+    int32_t piece;
+    int32_t pieces;
+    int32_t place;
+};
+
+// The part of its first tile that a lane has, worked out ahead: right while the lengths are these.
+struct FirstPart {
+    int32_t q_len;  // -1: not worked out
+    int32_t kv_len;
+    TileKeys keys;
+    TilePart part;
+    int32_t padding[5];
+};
+
+// Where a lane's ends cut tiles.
+struct LaneCuts {
+    int32_t first_lane;    // if it begins inside a tile: the lane where that tile begins,
+    int32_t first_piece;   // which piece of the tile it has,
+    int32_t first_pieces;  // of how many
+    int32_t last_pieces;   // if it ends inside a tile that began in this lane: of how many pieces
+};
+
+// What one lane does: the line from `begin` to `end`.
+struct alignas(16) LaneWork {
+    Position begin;
+    Position end;
+    LaneCuts cuts;
+    FirstPart first;
+};
+
+static_assert(sizeof(LaneWork) == 112);
+
+// Units [begin, end).
+struct UnitSpan {
+    int32_t begin;
+    int32_t end;
+};
+
+struct KeyRange {
+    int32_t begin;
+    int32_t end;
+};
+
+PAGETILE_HOST_DEVICE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+PAGETILE_HOST_DEVICE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Keys [begin, end) that a query token sees. The last token stands at the last key.
+PAGETILE_HOST_DEVICE KeyRange
+visible_keys(const PlanShape& shape, int32_t q_len, int32_t kv_len, int32_t token) {
+    const int32_t diagonal = token + kv_len - q_len;
+    const int32_t left = shape.window_left;
+    const int32_t right = shape.window_right;
+    KeyRange keys = {0, kv_len};
+    if (left >= 0 && diagonal > left) {
+        keys.begin = diagonal - left;
+    }
+    if (right >= 0 && static_cast<int64_t>(diagonal) + right < kv_len - 1) {
+        keys.end = diagonal + right >= 0 ? diagonal + right + 1 : 0;
+    }
+    return keys;
+}
+
+// Keys of the rows of tokens from first_token to last_token.
+PAGETILE_HOST_DEVICE TileKeys tile_keys(
+    const PlanShape& shape, int32_t q_len, int32_t kv_len, int32_t first_token, int32_t last_token
+) {
+    const KeyRange of_first = visible_keys(shape, q_len, kv_len, first_token);
+    const KeyRange of_last = visible_keys(shape, q_len, kv_len, last_token);
+    return {
+        of_first.begin,
+        of_last.end > of_first.begin ? of_last.end : of_first.begin,
+        of_last.begin,
+        of_first.end,
+    };
+}
+
+PAGETILE_HOST_DEVICE UnitSpan units_of(const TileKeys& keys) {
+    return {
+        keys.first / kPlanKeys,
+        static_cast<int32_t>((static_cast<uint32_t>(keys.end) + kPlanKeys - 1) / kPlanKeys),
+    };
+}
+
+PAGETILE_HOST_DEVICE int32_t num_row_tiles(const PlanShape& shape, int32_t q_len) {
+    return static_cast<int32_t>(
+        (static_cast<int64_t>(q_len) * shape.group + shape.rows - 1) / shape.rows
+    );
+}
+
+PAGETILE_HOST_DEVICE TileKeys
+keys_of_tile(const PlanShape& shape, int32_t q_len, int32_t kv_len, int32_t row_tile) {
+    const int64_t first_row = static_cast<int64_t>(row_tile) * shape.rows;
+    const int64_t num_rows = static_cast<int64_t>(q_len) * shape.group;
+    const int64_t last_row = smaller_of(first_row + shape.rows, num_rows) - 1;
+    return tile_keys(
+        shape,
+        q_len,
+        kv_len,
+        static_cast<int32_t>(first_row / shape.group),
+        static_cast<int32_t>(last_row / shape.group)
+    );
+}
+
+PAGETILE_HOST_DEVICE UnitSpan
+tile_units(const PlanShape& shape, int32_t q_len, int32_t kv_len, int32_t row_tile) {
+    const UnitSpan units = units_of(keys_of_tile(shape, q_len, kv_len, row_tile));
+    // No key at all: begin and end may round differently.
+    return {units.begin, units.end > units.begin ? units.end : units.begin};
+}
+
+// The lengths of one sequence, as far as they can be believed.
+struct PlanLengths {
+    int32_t q_len;
+    int32_t kv_len;
+};
+
+PAGETILE_HOST_DEVICE PlanLengths plan_lengths(
+    const PlanShape& shape,
+    const int32_t* cu_seqlens_q,
+    const int32_t* seqused_k,
+    const int32_t* cu_seqlens_k,
+    int32_t batch_idx
+) {
+    int64_t q_len = 1;
+    if (cu_seqlens_q != nullptr) {
+        const int64_t begin = larger_of(0, cu_seqlens_q[batch_idx]);
+        q_len = larger_of(0, smaller_of(cu_seqlens_q[batch_idx + 1] - begin, shape.max_q_len));
+    }
+    int64_t kv_len = seqused_k != nullptr ? seqused_k[batch_idx] : 0x7fffffff;
+    if (cu_seqlens_k != nullptr) {
+        const int64_t begin = larger_of(0, cu_seqlens_k[batch_idx]);
+        kv_len = smaller_of(kv_len, cu_seqlens_k[batch_idx + 1] - begin);
+    }
+    return {static_cast<int32_t>(q_len), static_cast<int32_t>(larger_of(0, kv_len))};
+}
+
+// Sums over the tiles of sequences, and their largest.
+struct PlanTotals {
+    int64_t tiles;
+    int64_t cost;
+    int32_t max_units;
+};
+
+PAGETILE_HOST_DEVICE PlanTotals sequence_totals(const PlanShape& shape, PlanLengths lengths) {
+    PlanTotals totals = {0, 0, 0};
+    const int32_t row_tiles = num_row_tiles(shape, lengths.q_len);
+    for (int32_t m = 0; m < row_tiles; ++m) {
+        const UnitSpan span = tile_units(shape, lengths.q_len, lengths.kv_len, m);
+        const int32_t units = span.end - span.begin;
+        totals.cost += units + shape.tile_cost;
+        totals.max_units = units > totals.max_units ? units : totals.max_units;
+    }
+    totals.cost *= shape.heads_per_chain;
+    totals.tiles = static_cast<int64_t>(row_tiles) * shape.heads_per_chain;
+    return totals;
+}
+
+PAGETILE_HOST_DEVICE PlanTotals add_totals(const PlanTotals& a, const PlanTotals& b) {
+    return {
+        a.tiles + b.tiles, a.cost + b.cost, a.max_units > b.max_units ? a.max_units : b.max_units
+    };
+}
+
+// How the line is cut.
+enum class Cut : int32_t {
+    kWhole,   // between tiles only, the nearest to even
+    kEven,    // evenly, inside tiles too
+    kPieces,  // the nearest to even that is a multiple of piece_units
+    kDealt,   // no more tiles than lanes: a tile has lanes of its own, each an equal piece
+};
+
+PAGETILE_HOST_DEVICE int64_t divide_up(int64_t n, int64_t divisor) {
+    return (n + divisor - 1) / divisor;
+}
+
+// The lanes' fair share of the line. Never so small that two of kEven's cuts could meet.
+PAGETILE_HOST_DEVICE int64_t fair_share(const PlanShape& shape, const PlanTotals& totals, Cut cut) {
+    int64_t share = larger_of(divide_up(totals.cost, shape.lanes), 1);
+    if (cut == Cut::kEven) {
+        share = larger_of(share, 16);
+        if (shape.max_splits > 2) {  // a tile is then cut at most max_splits - 1 times
+            share = larger_of(share, divide_up(totals.max_units, shape.max_splits - 1));
+        }
+    }
+    return share;
+}
+
+// kDealt: pieces of a tile when the largest tile has `pieces_of_largest`.
+PAGETILE_HOST_DEVICE int32_t
+dealt_pieces(int32_t units, int32_t max_units, int32_t pieces_of_largest) {
+    const int64_t piece = larger_of(divide_up(max_units, pieces_of_largest), 1);
+    return static_cast<int32_t>(larger_of(divide_up(units, piece), 1));
+}
+
+// kDealt: the most pieces of a tile.
+PAGETILE_HOST_DEVICE int32_t most_pieces(const PlanShape& shape) {
+    return shape.max_splits > 0 && shape.max_splits < shape.lanes ? shape.max_splits : shape.lanes;
+}
+
+// kDealt: the lanes that the tiles of a sequence take.
+PAGETILE_HOST_DEVICE int32_t dealt_lanes(
+    const PlanShape& shape, int32_t max_units, int32_t pieces_of_largest, PlanLengths lengths
+) {
+    const int32_t row_tiles = num_row_tiles(shape, lengths.q_len);
+    int32_t lanes = 0;
+    for (int32_t m = 0; m < row_tiles; ++m) {
+        const UnitSpan span = tile_units(shape, lengths.q_len, lengths.kv_len, m);
+        lanes += dealt_pieces(span.end - span.begin, max_units, pieces_of_largest);
+    }
+    return lanes * shape.heads_per_chain;
+}
+
+// The time, in units, of the slowest lane where the largest tile is cut into `pieces`.
+PAGETILE_HOST_DEVICE int64_t dealt_time(const PlanShape& shape, int32_t max_units, int32_t pieces) {
+    return divide_up(max_units, pieces) + (pieces > 1 ? shape.split_cost : 0);
+}
+
+// Where target x of the line falls in the tile at [first, first + tile_cost + units): the unit
+// before which to cut; 0 and kWholeTile are the tile's two ends.
+PAGETILE_HOST_DEVICE int32_t
+cut_unit(const PlanShape& shape, Cut cut, UnitSpan span, int64_t offset) {
+    const int64_t units = span.end - span.begin;
+    const int64_t in_tile = offset - shape.tile_cost;  // < 0: in the cost of starting it
+    if (cut == Cut::kWhole) {
+        return 2 * offset <= units + shape.tile_cost ? 0 : kWholeTile;
+    }
+    if (in_tile <= 0) {
+        return 0;
+    }
+    if (cut == Cut::kPieces) {
+        const int64_t unit = span.begin + in_tile;
+        const int64_t nearest =
+            (unit + shape.piece_units / 2) / shape.piece_units * shape.piece_units;
+        return nearest <= span.begin ? 0
+               : nearest >= span.end ? kWholeTile
+                                     : static_cast<int32_t>(nearest);
+    }
+    static constexpr int64_t kLeast = 4;  // units of a piece
+    if (in_tile < kLeast || units < 2 * kLeast) {
+        return 0;
+    }
+    return static_cast<int32_t>(span.begin + smaller_of(in_tile, units - kLeast));
+}
+
+// Both sides of the cut between lane - 1 and lane.
+PAGETILE_HOST_DEVICE void write_cut(LaneWork* work, int32_t lanes, int32_t lane, Position cut) {
+    if (lane < lanes) {
+        work[lane].begin = cut;
+    }
+    if (lane > 0) {
+        work[lane - 1].end = cut;
+    }
+}
+
+// The line is empty behind its end: lanes that no cut reaches have nothing to do.
+PAGETILE_HOST_DEVICE void clear_lane(const PlanShape& shape, LaneWork* work, int32_t lane) {
+    const Position end = {shape.batch, 0, 0, 0};
+    work[lane] = {end, end, {0, 0, 1, 1}, {}};
+    work[lane].first.q_len = -1;
+}
+
+// kWhole, kEven, kPieces: writes every cut that falls into the tiles of a sequence, which begin at
+// `first` on the line. Lane c begins at c * share, moved to where cut_unit allows; targets fall
+// into [first, first + cost), so each is met once. Returns where on the line each of those cuts
+// went through `moved` (may be null), to tell how even the lanes are.
+PAGETILE_HOST_DEVICE void cut_sequence(
+    const PlanShape& shape,
+    Cut cut,
+    int64_t share,
+    int64_t first,
+    int32_t batch_idx,
+    PlanLengths lengths,
+    LaneWork* work,
+    int64_t* moved
+) {
+    const int32_t row_tiles = num_row_tiles(shape, lengths.q_len);
+    int64_t lane = divide_up(first, share);
+    for (int32_t head = 0; head < shape.heads_per_chain; ++head) {
+        for (int32_t m = 0; m < row_tiles && lane < shape.lanes; ++m) {
+            const UnitSpan span = tile_units(shape, lengths.q_len, lengths.kv_len, m);
+            const int64_t cost = span.end - span.begin + shape.tile_cost;
+            int32_t inside = 0;  // cuts inside the tile so far, all of lanes in a row
+            int32_t first_cut = 0;
+            for (; lane < shape.lanes && lane * share < first + cost; ++lane) {
+                const auto c = static_cast<int32_t>(lane);
+                const int32_t unit = cut_unit(shape, cut, span, lane * share - first);
+                write_cut(work, shape.lanes, c, {batch_idx, head, m, unit});
+                if (moved != nullptr) {
+                    moved[c] = unit == 0 ? first : unit == kWholeTile ? first + cost : lane * share;
+                }
+                if (unit != 0 && unit != kWholeTile) {
+                    first_cut = inside == 0 ? c : first_cut;
+                    ++inside;
+                    work[c].cuts.first_lane = first_cut - 1;
+                    work[c].cuts.first_piece = c - first_cut + 1;
+                }
+            }
+            for (int32_t c = first_cut; c < first_cut + inside; ++c) {
+                work[c].cuts.first_pieces = inside + 1;
+            }
+            if (inside > 0) {
+                work[first_cut - 1].cuts.last_pieces = inside + 1;
+            }
+            first += cost;
+        }
+    }
+}
+
+// kDealt: the lanes of a sequence's tiles, of which the first is `lane`.
+PAGETILE_HOST_DEVICE void deal_sequence(
+    const PlanShape& shape,
+    int32_t max_units,
+    int32_t pieces_of_largest,
+    int32_t lane,
+    int32_t batch_idx,
+    PlanLengths lengths,
+    LaneWork* work
+) {
+    const int32_t row_tiles = num_row_tiles(shape, lengths.q_len);
+    for (int32_t head = 0; head < shape.heads_per_chain; ++head) {
+        for (int32_t m = 0; m < row_tiles; ++m) {
+            const UnitSpan span = tile_units(shape, lengths.q_len, lengths.kv_len, m);
+            const int32_t units = span.end - span.begin;
+            const int32_t pieces = dealt_pieces(units, max_units, pieces_of_largest);
+            for (int32_t i = 0; i < pieces; ++i) {
+                const auto at = [&](int64_t piece) {
+                    return span.begin + static_cast<int32_t>(units * piece / pieces);
+                };
+                work[lane + i] = {
+                    {batch_idx, head, m, i == 0 ? 0 : at(i)},
+                    {batch_idx, head, m, i == pieces - 1 ? kWholeTile : at(i + 1)},
+                    {lane, i, pieces, pieces},
+                    {},
+                };
+            }
+            lane += pieces;
+        }
+    }
+}
+
+// Whether a lane that ends at `end` has nothing of the tile at `at` and those behind it.
+PAGETILE_HOST_DEVICE bool is_behind(const Position& at, const Position& end) {
+    if (at.batch_idx != end.batch_idx) {
+        return at.batch_idx > end.batch_idx;
+    }
+    if (at.head != end.head) {
+        return at.head > end.head;
+    }
+    return at.row_tile > end.row_tile || (at.row_tile == end.row_tile && at.unit >= end.unit);
+}
+
+// What the lane has of the tile at `at`; at.unit says where in the tile it begins. No pieces at all
+// (-1) where the keys that the plan gave to the lane are no longer there.
+PAGETILE_HOST_DEVICE TilePart tile_part(
+    const PlanShape& shape,
+    const Position& end,
+    const LaneCuts& cuts,
+    int32_t lane,
+    const Position& at,
+    const TileKeys& keys
+) {
+    const UnitSpan tile = units_of(keys);
+    const bool begins_inside = at.unit != 0;
+    const bool is_last =
+        at.batch_idx == end.batch_idx && at.head == end.head && at.row_tile == end.row_tile;
+    const bool ends_inside = is_last && end.unit != kWholeTile;
+    const bool is_cut = begins_inside || ends_inside;
+    TilePart part;
+    part.unit_begin = at.unit > tile.begin ? at.unit : tile.begin;
+    part.unit_end = ends_inside && end.unit < tile.end ? end.unit : tile.end;
+    part.unit_end = part.unit_end > part.unit_begin ? part.unit_end : part.unit_begin;
+    const int32_t first_lane = begins_inside ? cuts.first_lane : lane;
+    if (shape.piece_units == 0) {
+        part.piece = begins_inside ? cuts.first_piece : 0;
+        part.pieces = !is_cut ? 1 : begins_inside ? cuts.first_pieces : cuts.last_pieces;
+        part.place = 2 * first_lane;
+        return part;
+    }
+    const int32_t first_piece = tile.begin / shape.piece_units;
+    part.piece = part.unit_begin / shape.piece_units - first_piece;
+    part.pieces = (tile.end + shape.piece_units - 1) / shape.piece_units - first_piece;
+    part.place = 2 * first_lane + (is_cut ? 0 : 1);
+    const bool has_units = part.unit_begin < part.unit_end;
+    if (!has_units && (begins_inside || tile.begin < tile.end)) {
+        part.pieces = -1;
+    }
+    return part;
+}
+
+// Once all lanes are cut. Lanes that begin behind a tile are left to find the next one themselves.
+PAGETILE_HOST_DEVICE void work_out_first(
+    const PlanShape& shape, LaneWork& work, int32_t lane, PlanLengths lengths
+) {
+    work.first = {};
+    work.first.q_len = -1;
+    if (work.begin.batch_idx >= shape.batch || work.begin.unit == kWholeTile ||
+        is_behind(work.begin, work.end)) {
+        return;
+    }
+    const TileKeys keys = keys_of_tile(shape, lengths.q_len, lengths.kv_len, work.begin.row_tile);
+    const TilePart part = tile_part(shape, work.end, work.cuts, lane, work.begin, keys);
+    if (part.pieces < 0) {
+        return;
+    }
+    work.first.q_len = lengths.q_len;
+    work.first.kv_len = lengths.kv_len;
+    work.first.keys = keys;
+    work.first.part = part;
+}
+
+// Runs the whole plan serially. What make_plan does on CPU tensors.
+void plan_on_host(
+    const PlanShape& shape,
+    const int32_t* cu_seqlens_q,
+    const int32_t* seqused_k,
+    const int32_t* cu_seqlens_k,
+    LaneWork* work
+);
+
+}  // namespace pagetile

@@ -1,0 +1,417 @@
+#pragma once
+
+// The ring of K and V tiles that a key warp (with its row warps) fills for itself: page lookups a
+// batch ahead, copies `stages` tiles ahead, into the next item too, so that memory never waits for
+// a tile's end.
+
+#include "attention/sm80/tile_shapes.h"
+#include "attention/sm80/work_list.cuh"
+#include "common/ptx.cuh"
+
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/swizzle.hpp>
+#include <cutlass/arch/barrier.h>
+
+#include <cstdint>
+
+namespace pagetile::sm80 {
+
+// A tile of rows in shared memory, in slabs of up to eight 16-byte chunks. Within a slab the chunks
+// are swizzled so that eight rows of one chunk, what ldmatrix reads at a time, lie in eight banks.
+template <int kKeys, int kRowBytes>
+struct RowLayout {
+    static constexpr int kChunks = kRowBytes / 16;
+    static constexpr int kSlabLog2 = kChunks % 8 == 0 ? 3 : kChunks % 4 == 0 ? 2 : 1;
+    static constexpr int kSlab = 1 << kSlabLog2;
+    static_assert(kChunks % kSlab == 0);
+    using Swizzle = cute::Swizzle<kSlabLog2, 0, 3>;
+
+    // Bytes from the tile's beginning.
+    static __device__ constexpr int offset(int key, int chunk) {
+        const int in_slab = Swizzle::apply(key << kSlabLog2 | (chunk & (kSlab - 1)));
+        return ((chunk >> kSlabLog2) * kKeys * kSlab + in_slab) * 16;
+    }
+
+    // offset(key | more_keys, chunk | more_chunks) from offset(key, chunk), where no bit is set in
+    // both: an exclusive or and a sum with constants.
+    static __device__ constexpr int offset_from(int offset_of, int more_keys, int more_chunks) {
+        const int slabs = more_chunks >> kSlabLog2;
+        const int index = more_keys << kSlabLog2 | (more_chunks & (kSlab - 1));
+        const int turned = Swizzle::apply(index) & (kSlab - 1);
+        return (offset_of ^ (turned * 16)) + ((index & ~(kSlab - 1)) + slabs * kKeys * kSlab) * 16;
+    }
+};
+
+// How the lanes of a warp share the copy of rows: each instruction takes whole rows.
+template <int kRowBytes>
+struct RowCopy {
+    static constexpr int kChunks = kRowBytes / 16;
+    static constexpr int kRows = 32 / kChunks >= 8   ? 8
+                                 : 32 / kChunks >= 4 ? 4
+                                 : 32 / kChunks >= 2 ? 2
+                                                     : 1;  // of an instruction
+    static constexpr bool kAllLanes = kRows * kChunks == 32;
+};
+
+template <class Config>
+class KvRing {
+public:
+    using KLayout = typename Config::KLayout;
+    using VLayout = typename Config::VLayout;
+    static constexpr TileShape kShape = Config::kShape;
+    static constexpr int kKeys = kShape.keys;
+    static constexpr int kStages = kShape.stages;
+    static constexpr int kRowBytesK = Config::kHeadDim * Config::kElementBytes;
+    static constexpr int kRowBytesV = Config::kHeadDimV * Config::kElementBytes;
+    static constexpr int kStageBytes = kKeys * (kRowBytesK + kRowBytesV);
+
+    // `ring` is this key warp's; `list` this warp's own.
+    __device__ KvRing(
+        const SplitKvParams& params,
+        WorkList<Config::kRows>& list,
+        const SequenceWindow& window,
+        char* ring,
+        int key_warp,
+        int row_warp
+    )
+        : params_(params),
+          list_(list),
+          window_(window),
+          ring_(ring),
+          key_warp_(key_warp),
+          row_warp_(row_warp),
+          lane_(static_cast<int>(threadIdx.x % 32)) {}
+
+    // The first of a key warp's tiles from `tile` on. Which warp has which keys depends on their
+    // position alone.
+    static __device__ int first_tile(int tile, int key_warp) {
+        return tile + ((key_warp - tile) & (kShape.key_warps - 1));
+    }
+
+    // Looks up the first pages, before the wait for the kernels before. The list is at its first
+    // item, if it has one.
+    __device__ __forceinline__ void begin(bool has_item, const Item& item) {
+        is_done_ = !has_item;
+        if (has_item) {
+            take_item(item);
+        }
+        fetch(ahead_.tile, nullptr);
+    }
+
+    // The first copies.
+    __device__ __forceinline__ void fill() {
+#pragma unroll 1
+        for (int stage = 0; stage < kStages; ++stage) {
+            copy_next(stage);
+            if (batch_is_over()) {
+                look_ahead(nullptr);
+            }
+        }
+    }
+
+    // Waits for the tile in `stage_`; returns where it is.
+    __device__ __forceinline__ const char* wait() {
+        cute::cp_async_wait<kStages - 1>();
+        sync_row_warps();
+        return ring_ + stage_ * kStageBytes;
+    }
+
+    // The tile has been read: its place takes the next one. The CTA has met since fill().
+    __device__ __forceinline__ void release() {
+        sync_row_warps();
+        // Before the copies, not behind: a call would wait until the memory has taken them all.
+        if (batch_ends_soon()) {
+            look_ahead(&window_);
+        }
+        copy_next(stage_);
+        stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+    }
+
+    // What was called for at the beginning of an item together with tiles of the ring is there at the
+    // item's end, too: by the ring's own waits if the item had enough tiles, or else by waiting.
+    __device__ __forceinline__ void wait_for_others(const Item& item) {
+        static constexpr int kTilesPerUnit = kPlanKeys / kKeys;
+        const int tiles = item.part.unit_end * kTilesPerUnit -
+                          first_tile(item.part.unit_begin * kTilesPerUnit, key_warp_);
+        if (tiles <= kStages * kShape.key_warps) {
+            drain();
+        }
+    }
+
+    __device__ __forceinline__ void drain() { cute::cp_async_wait<0>(); }
+
+private:
+    // Tiles whose pages are looked up at once: a page of each granule, one to a lane.
+    struct Batch {
+        int32_t page;    // this lane's; outside the pool: nothing there
+        int32_t offset;  // of the granule in its page
+        int32_t tile;
+        int32_t end_tile;
+        int32_t first_key;
+        int32_t end_key;
+        int32_t kv_head;
+    };
+
+    static constexpr int kKeysLog2 = kKeys == 16 ? 4 : 5;
+    // More would hold more addresses in registers than there are.
+    static constexpr int kUnroll = 8;
+
+    __device__ __forceinline__ void sync_row_warps() const {
+        if constexpr (kShape.row_warps == 1) {
+            __syncwarp();
+        } else {
+            cutlass::arch::NamedBarrier::sync(
+                32 * kShape.row_warps, static_cast<uint32_t>(key_warp_)
+            );
+        }
+    }
+
+    __device__ int tiles_per_batch() const { return 32 >> (kKeysLog2 - params_.granule_log2); }
+
+    // An item's tiles, those that are this key warp's.
+    __device__ __forceinline__ void take_item(const Item& item) {
+        static constexpr int kTilesPerUnit = kPlanKeys / kKeys;
+        ahead_.tile = first_tile(item.part.unit_begin * kTilesPerUnit, key_warp_);
+        ahead_.end_tile = item.part.unit_end * kTilesPerUnit;
+        ahead_.first_key = item.keys.first;
+        ahead_.end_key = item.keys.end;
+        ahead_.kv_head = item.kv_head;
+        table_ = params_.block_table + item.batch_idx * params_.block_table_stride;
+        kv_begin_ = item.sequence.kv_begin;
+    }
+
+    // Looks up the batch from `tile` on, of the same item or of one that comes later.
+    __device__ __forceinline__ void fetch(int tile_of_batch, const SequenceWindow* window) {
+        has_ahead_ = true;
+        ahead_.tile = tile_of_batch;
+        while (ahead_.tile >= ahead_.end_tile) {
+            if (is_done_ || !list_.next(params_, window)) {
+                is_done_ = true;
+                ahead_.tile = ahead_.end_tile = 0;
+                return;
+            }
+            take_item(list_.item());
+        }
+        const int granule_log2 = params_.granule_log2;
+        const int granules_log2 = kKeysLog2 - granule_log2;  // of a tile
+        const int tile = ahead_.tile + (lane_ >> granules_log2) * kShape.key_warps;
+        const int in_tile = lane_ & ((1 << granules_log2) - 1);
+        const int key = tile * kKeys + (in_tile << granule_log2);
+        const bool is_needed = tile < ahead_.end_tile && key < ahead_.end_key &&
+                               key + (1 << granule_log2) > ahead_.first_key;
+        ahead_.page = -1;
+        ahead_.offset = 0;
+        if (is_needed) {
+            if (params_.block_table == nullptr) [[unlikely]] {
+                ahead_.page = 0;
+                ahead_.offset = kv_begin_ + key;
+            } else {
+                uint32_t offset;
+                const uint32_t index = params_.page_size(offset, static_cast<uint32_t>(key));
+                ahead_.page = table_[index];  // nobody waits for it here
+                ahead_.offset = static_cast<int32_t>(offset);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void look_ahead(const SequenceWindow* window) {
+        if (!has_ahead_) {
+            fetch(ahead_.tile + tiles_per_batch() * kShape.key_warps, window);
+        }
+    }
+
+    __device__ bool batch_is_over() const {
+        return in_batch_ >= tiles_per_batch() || now_.tile >= now_.end_tile;
+    }
+
+    // In time for a lookup to be answered.
+    __device__ bool batch_ends_soon() const {
+        static constexpr int kSoon = 3;
+        return in_batch_ + kSoon >= tiles_per_batch() ||
+               now_.tile + kSoon * kShape.key_warps >= now_.end_tile;
+    }
+
+    // Copies the next tile into a stage; leaves it alone where there is none. The next batch has been
+    // looked up if this one is over.
+    __device__ __forceinline__ void copy_next(int stage) {
+        if (batch_is_over()) {
+            now_ = ahead_;
+            has_ahead_ = now_.tile >= now_.end_tile;  // behind the last one there is nothing
+            in_batch_ = 0;
+        }
+        if (now_.tile < now_.end_tile) {
+            char* to = ring_ + stage * kStageBytes;
+#pragma unroll
+            for (int group = 0; group < kKeys; group += 16) {
+                copy_keys(to, group);
+            }
+            now_.tile += kShape.key_warps;
+            ++in_batch_;
+        }
+        cute::cp_async_fence();
+    }
+
+    static __device__ bool is_page(const SplitKvParams& params, int page) {
+        return static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
+    }
+
+    __device__ int granule_lane(int key_in_tile) const {
+        return (in_batch_ * kKeys + key_in_tile) >> params_.granule_log2;
+    }
+
+    // Copies the tile's 16 keys from `group` on.
+    __device__ __forceinline__ void copy_keys(char* to, int group) const {
+        const int page = __shfl_sync(kWarp, now_.page, granule_lane(group));
+        const int offset = __shfl_sync(kWarp, now_.offset, granule_lane(group));
+        const int first_key = now_.tile * kKeys + group;
+        const bool is_simple = params_.copies_whole_rows && is_page(params_, page) &&
+                               first_key >= now_.first_key && first_key + 16 <= now_.end_key;
+        if (is_simple) [[likely]] {
+            if constexpr (kRowBytesK == kRowBytesV) {
+                // One code for both
+#pragma unroll 1
+                for (int side = 0; side < 2; ++side) {
+                    copy_page<KLayout, kRowBytesK>(params_.kv[side], page, offset, to, group);
+                    to += kKeys * kRowBytesK;
+                }
+            } else {
+                copy_page<KLayout, kRowBytesK>(params_.kv[0], page, offset, to, group);
+                copy_page<VLayout, kRowBytesV>(
+                    params_.kv[1], page, offset, to + kKeys * kRowBytesK, group
+                );
+            }
+        } else {
+            const Some some = {
+                now_.page,
+                now_.offset,
+                now_.kv_head,
+                granule_lane(group),
+                now_.first_key - first_key,
+                now_.end_key - first_key,
+                group,
+                row_warp_,
+            };
+            copy_some<KLayout, kRowBytesK>(params_, params_.kv[0], some, to);
+            copy_some<VLayout, kRowBytesV>(params_, params_.kv[1], some, to + kKeys * kRowBytesK);
+        }
+    }
+
+    // 16 whole rows of one page, all of them visible.
+    template <class Layout, int kRowBytes>
+    __device__ __forceinline__ void copy_page(
+        const KvSide& side, int page, int offset, char* to, int group
+    ) const {
+        using Copy = RowCopy<kRowBytes>;
+        // Instructions for 16 keys, those of this row warp
+        static constexpr int kSteps = 16 / Copy::kRows / kShape.row_warps;
+        static_assert(kSteps * Copy::kRows * kShape.row_warps == 16);
+        const int chunk = lane_ % Copy::kChunks;
+        const int lane_row = lane_ / Copy::kChunks;
+        const bool has_row = Copy::kAllLanes || lane_row < Copy::kRows;
+        const int row = row_warp_ * kSteps * Copy::kRows + lane_row % Copy::kRows;
+        const int first = Layout::offset(row, chunk);
+        const int64_t step_stride = Copy::kRows * side.token_stride;
+        const char* from = side.data + now_.kv_head * side.head_stride + chunk * 16 +
+                           page * side.page_stride +
+                           static_cast<int64_t>(offset + row) * side.token_stride;
+#pragma unroll(kUnroll)
+        for (int step = 0; step < kSteps; ++step) {
+            if (has_row) {
+                char* place = to + Layout::offset_from(first, group + step * Copy::kRows, 0);
+                cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
+                    *reinterpret_cast<const cute::uint128_t*>(from),
+                    *reinterpret_cast<cute::uint128_t*>(place)
+                );
+            }
+            from += step_stride;
+        }
+    }
+
+    // 16 keys of which some may not be visible, and that may lie on several pages.
+    struct Some {
+        int page;  // this lane's, as in Batch
+        int offset;
+        int kv_head;
+        int lane;   // that has the first key's page
+        int begin;  // visible ones, counted from the first key
+        int end;
+        int group;  // of the tile
+        int row_warp;
+    };
+
+    // Small pages, the ends of what is visible, other alignments, rows in chunks. Out of the way of
+    // the loop: instructions that are jumped over are fetched, too.
+    template <class Layout, int kRowBytes>
+    static __device__ __noinline__ void copy_some(
+        const SplitKvParams& params, const KvSide& side, Some some, char* to
+    ) {
+        static constexpr int kElement = Config::kElementBytes;
+        static constexpr int kChunks = kRowBytes / 16;
+        static constexpr int kPasses = 16 * kChunks / 32;
+        static_assert(kPasses * 32 == 16 * kChunks);
+        const int granule_log2 = params.granule_log2;
+#pragma unroll 1
+        for (int pass = some.row_warp; pass < kPasses; pass += kShape.row_warps) {
+            const int i = pass * 32 + static_cast<int>(threadIdx.x % 32);
+            const int key = i / kChunks;
+            const int chunk = i % kChunks;
+            const int lane = some.lane + (key >> granule_log2);
+            const int page = __shfl_sync(kWarp, some.page, lane);
+            const int offset =
+                __shfl_sync(kWarp, some.offset, lane) + (key & ((1 << granule_log2) - 1));
+            const bool is_there = is_page(params, page) && key >= some.begin && key < some.end;
+            const char* row = side.data + some.kv_head * side.head_stride +
+                              (is_there ? page : 0) * side.page_stride + offset * side.token_stride;
+            char* place = to + Layout::offset(some.group + key, chunk);
+            if (params.copies_16_bytes) {
+                const bool is_copied = is_there && chunk * 16 < side.row_bytes;
+                ptx::cp_async_16_bytes_if(is_copied, place, is_copied ? row + chunk * 16 : row);
+            } else {
+                *reinterpret_cast<uint4*>(place) =
+                    load_elements<kElement>(side, row, chunk * 16 / kElement, is_there);
+            }
+        }
+    }
+
+    // 16 bytes, an element at a time.
+    template <int kElement>
+    static __device__ uint4
+    load_elements(const KvSide& side, const char* row, int first, bool is_there) {
+        uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll 1
+        for (int d = first; d < first + 16 / kElement; ++d) {
+            uint32_t value = 0;
+            if (is_there && d * kElement < side.row_bytes) {
+                const char* from = row + (d >> side.chunk_log2) * side.chunk_stride +
+                                   (d & ((1 << side.chunk_log2) - 1)) * kElement;
+                value = kElement == 2 ? *reinterpret_cast<const uint16_t*>(from)
+                                      : *reinterpret_cast<const uint8_t*>(from);
+            }
+            // Shifts the element into a place that the loop would else have to index.
+            static constexpr int kBits = 8 * kElement;
+            words[0] = __funnelshift_r(words[0], words[1], kBits);
+            words[1] = __funnelshift_r(words[1], words[2], kBits);
+            words[2] = __funnelshift_r(words[2], words[3], kBits);
+            words[3] = words[3] >> kBits | value << (32 - kBits);
+        }
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+
+    const SplitKvParams& params_;
+    WorkList<Config::kRows>& list_;
+    const SequenceWindow& window_;
+    char* ring_;
+    int key_warp_;
+    int row_warp_;
+    int lane_;
+    int stage_ = 0;     // the next to be read
+    int in_batch_ = 0;  // the next tile of the batch to be copied
+    bool has_ahead_ = false;
+    bool is_done_ = false;
+    Batch now_ = {-1, 0, 0, 0, 0, 0, 0};
+    Batch ahead_ = {-1, 0, 0, 0, 0, 0, 0};
+    const int32_t* table_ = nullptr;
+    int32_t kv_begin_ = 0;
+};
+
+}  // namespace pagetile::sm80

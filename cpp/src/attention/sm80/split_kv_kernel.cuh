@@ -1,0 +1,314 @@
+#pragma once
+
+// Attention at the speed of the bytes, for short queries: each warp streams its share of the keys
+// through a ring of its own and multiplies them as they come; nothing in the loop waits for another
+// warp. docs/kernels/attention_decode.md tells how it works and what it was measured to do.
+
+#include "attention/sm80/merge.cuh"
+#include "attention/sm80/queries.cuh"
+#include "attention/sm80/softmax.cuh"
+
+namespace pagetile::sm80 {
+
+// One instance of the kernel. Stored is Math, or an fp8 type with fp16 as Math.
+template <class Math_, class Stored_, int kHeadDim_, int kHeadDimV_, int kRows_, int kArch>
+struct Config {
+    using Math = Math_;
+    using Stored = Stored_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kRows = kRows_;
+    static constexpr int kElementBytes = sizeof(Stored);
+    static constexpr TileShape kShape =
+        tile_shape(kHeadDim, kHeadDimV, kElementBytes, kRows, max_shared_memory(kArch));
+    static_assert(kShape.rows() == kRows && kShape.stages > 0);
+    using KLayout = RowLayout<kShape.keys, kHeadDim * kElementBytes>;
+    using VLayout = RowLayout<kShape.keys, kHeadDimV * kElementBytes>;
+};
+
+template <class Config>
+class SplitKv {
+public:
+    static constexpr TileShape kShape = Config::kShape;
+    using Frag = Fragments<Config>;
+    using Rules = ScoreRules<Config>;
+    using SoftmaxOf = Softmax<Config>;
+    using MergeOf = Merge<Config>;
+    using RingOf = KvRing<Config>;
+    using List = WorkList<Config::kRows>;
+    static constexpr int kRingBytes = kShape.stages * RingOf::kStageBytes;
+    static constexpr int kTilesPerUnit = kPlanKeys / kShape.keys;
+
+    // The warp that looks for the next item: the last one, which has the fewest keys.
+    static constexpr int kScout = kShape.num_threads() / 32 - 1;
+
+    // What the CTA's warps share besides rings and results: the item they work at and the next one.
+    struct Shared {
+        List ahead[kShape.num_threads() / 32];  // each warp's own: where its copies are
+        List list;                              // the scout's: where the work is
+        SequenceWindow window;
+        Item items[2];
+        bool has_next;
+    };
+
+    static __device__ void run(const SplitKvParams& params, char* dynamic_shared) {
+        __shared__ Shared shared;
+        static_assert(sizeof(Shared) <= list_bytes(kShape));
+        const int warp = __shfl_sync(kWarp, static_cast<int>(threadIdx.x / 32), 0);
+        const int key_warp = warp / kShape.row_warps;
+        const int row_warp = warp % kShape.row_warps;
+        uint32_t chain;
+        const auto lane =
+            static_cast<int32_t>(params.chains(chain, static_cast<uint32_t>(blockIdx.x)));
+        auto* queries_of = reinterpret_cast<QueryTile<Config>*>(
+            dynamic_shared + kShape.key_warps * kRingBytes
+        );  // of the item and the next one
+        auto& storage = *reinterpret_cast<typename MergeOf::Storage*>(queries_of + 2);
+
+        if (params.plan_waits) {
+            ptx::wait_for_dependencies();
+        }
+        List& ahead = shared.ahead[warp];
+        Item first;
+        const bool has_work = ahead.begin(params, static_cast<int32_t>(chain), lane, first);
+        RawSequence coming = {};
+        if (warp == kScout) {
+            shared.list = ahead;
+            const auto batch_idx = first.batch_idx + static_cast<int32_t>(threadIdx.x % 32);
+            if (has_work && batch_idx < params.shape.batch) {
+                coming = fetch_sequence(params, batch_idx);
+            }
+        }
+        RingOf ring(
+            params, ahead, shared.window, dynamic_shared + key_warp * kRingBytes, key_warp, row_warp
+        );
+        ring.begin(has_work, first);
+        if (warp == kScout) {
+            shared.items[0] = first;
+        }
+        if (params.pdl) {
+            ptx::wait_for_dependencies();
+            ptx::launch_dependents();
+        }
+        if (has_work) {
+            queries_of[0].load(params, first, static_cast<int>(threadIdx.x), kShape.num_threads());
+        }
+        cute::cp_async_fence();
+        ring.fill();
+        if (warp == kScout && has_work) {
+            shared.window.store(params, first.batch_idx, coming);
+        }
+        cute::cp_async_wait<kShape.stages>();  // the queries are there
+        __syncthreads();
+        // The parameters that are needed last, too, before somebody waits for them.
+        ptx::prefetch_l2(params.counters);
+        ptx::prefetch_l2(params.out);
+
+        bool has_item = has_work;
+        for (int turn = 0; has_item; turn ^= 1) {
+            const Item& item = shared.items[turn];
+            Queries<Config> queries;
+            SoftmaxOf softmax;
+            typename SoftmaxOf::Output out = {};
+            queries.load(params, item, queries_of[turn], row_warp);
+            softmax.begin();
+            if (warp == kScout) {
+                find_next(params, shared, turn ^ 1, queries_of[turn ^ 1]);
+            }
+            attend(params, item, queries, key_warp, row_warp, ring, softmax, out);
+            if (warp == kScout) {
+                ring.wait_for_others(item);
+            }
+            softmax.finish();
+            MergeOf::leave(storage, key_warp, row_warp, softmax, out);
+            __syncthreads();
+            MergeOf(params, item, static_cast<int>(chain), storage).run();
+            has_item = shared.has_next;
+            if (has_item) {
+                __syncthreads();  // the storage is free again
+            }
+        }
+        ring.drain();
+    }
+
+private:
+    // One warp finds the next item while all work at this one, and calls for its queries, in the
+    // same cp.async group as the next tile of its ring.
+    static __device__ __forceinline__ void find_next(
+        const SplitKvParams& params, Shared& shared, int turn, QueryTile<Config>& queries
+    ) {
+        const bool has_item =
+            shared.list.may_have_more() && shared.list.next(params, &shared.window);
+        shared.has_next = has_item;
+        if (has_item) {
+            const Item& item = shared.list.item();
+            shared.items[turn] = item;
+            __syncwarp();
+            queries.load(params, item, static_cast<int>(threadIdx.x % 32), 32);
+        }
+    }
+
+    static __device__ __forceinline__ void attend(
+        const SplitKvParams& params,
+        const Item& item,
+        const Queries<Config>& queries,
+        int key_warp,
+        int row_warp,
+        RingOf& ring,
+        SoftmaxOf& softmax,
+        typename SoftmaxOf::Output& out
+    ) {
+        // Keys that all rows see need no mask.
+        const int all_begin = item.keys.all_begin;
+        const int all_end = item.keys.all_end;
+        const bool rows_differ = all_begin > item.keys.first || all_end < item.keys.end;
+        const bool transforms =
+            params.transforms || (Config::kElementBytes == 1 && !are_positive(queries));
+
+        const int end_tile = item.part.unit_end * kTilesPerUnit;
+        for (int tile = RingOf::first_tile(item.part.unit_begin * kTilesPerUnit, key_warp);
+             tile < end_tile;
+             tile += kShape.key_warps) {
+            const char* k_tile = ring.wait();
+            const char* v_tile = k_tile + kShape.keys * RingOf::kRowBytesK;
+            const int first_key = tile * kShape.keys;
+
+            typename SoftmaxOf::Scores scores = {};
+#pragma unroll
+            for (int s = 0; s < SoftmaxOf::kKeySteps; ++s) {
+                Frag::multiply_keys(scores[s], k_tile, s * 16, queries.q);
+            }
+            if (transforms) [[unlikely]] {
+                Rules::transform(params, item, queries, row_warp, first_key, scores);
+            }
+            const bool is_boundary = first_key < all_begin || first_key + kShape.keys > all_end;
+            if (is_boundary) [[unlikely]] {
+                Rules::mask(params, item, row_warp, first_key, scores);
+            }
+            uint32_t weights[SoftmaxOf::kKeySteps][kShape.row_steps][2];
+            softmax.step(scores, out, weights, [&](int n, int i) {
+                const float factor =
+                    Config::kElementBytes == 1 ? queries.scale[n][i] : params.scale;
+                return transforms ? 1.0f : factor;
+            });
+            if (is_boundary && rows_differ && has_non_finite(v_tile)) [[unlikely]] {
+                multiply_values_apart(params, item, row_warp, first_key, v_tile, weights, out);
+            } else {
+                multiply_values(v_tile, weights, out);
+            }
+            ring.release();
+        }
+    }
+
+    static __device__ __forceinline__ bool are_positive(const Queries<Config>& queries) {
+        bool positive = true;
+#pragma unroll
+        for (int n = 0; n < kShape.row_steps; ++n) {
+            positive = positive && queries.scale[n][0] > 0.0f && queries.scale[n][1] > 0.0f;
+        }
+        return __all_sync(kWarp, positive);
+    }
+
+    static __device__ __forceinline__ void multiply_values(
+        const char* v_tile,
+        const uint32_t (&weights)[SoftmaxOf::kKeySteps][kShape.row_steps][2],
+        typename SoftmaxOf::Output& out
+    ) {
+#pragma unroll
+        for (int s = 0; s < SoftmaxOf::kKeySteps; ++s) {
+            Frag::for_each_value(v_tile, s * 16, [&](int step, const uint32_t (&a)[4]) {
+#pragma unroll
+                for (int n = 0; n < kShape.row_steps; ++n) {
+                    Frag::multiply(out[n][step], a, weights[s][n]);
+                }
+            });
+        }
+    }
+
+    // Whether a tile of values holds an infinity or a NaN, for which 0 times it is not 0.
+    static __device__ __forceinline__ bool has_non_finite(const char* v_tile) {
+        constexpr uint32_t kExponents = MathType<typename Config::Math>::kExponents;
+        bool found = false;
+#pragma unroll 1
+        for (int key = 0; key < kShape.keys; key += 16) {
+            Frag::for_each_value(v_tile, key, [&](int, const uint32_t (&a)[4]) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    found = found || (a[i] & kExponents & 0xffff) == (kExponents & 0xffff) ||
+                            (a[i] & kExponents & 0xffff0000) == (kExponents & 0xffff0000);
+                }
+            });
+        }
+        return __any_sync(kWarp, found);
+    }
+
+    // A key that a row may not see can hold a NaN, and that must not meet the row even with weight 0:
+    // each row by itself, over the keys that it sees. Only for tiles that need it.
+    static __device__ __forceinline__ void multiply_values_apart(
+        const SplitKvParams& params,
+        const Item& item,
+        int row_warp,
+        int first_key,
+        const char* v_tile,
+        const uint32_t (&weights)[SoftmaxOf::kKeySteps][kShape.row_steps][2],
+        typename SoftmaxOf::Output& out
+    ) {
+        const int t = static_cast<int>(threadIdx.x % 4);
+#pragma unroll
+        for (int n = 0; n < kShape.row_steps; ++n) {
+#pragma unroll 1
+            for (int row = 0; row < 8; ++row) {
+                const int32_t in_tile = Rules::first_row_of(item, row_warp) + n * 8 + row;
+                const KeyRange keys = visible_keys(
+                    params.shape,
+                    item.sequence.q_len,
+                    item.sequence.kv_len,
+                    find_row(params, item, in_tile).token
+                );
+#pragma unroll
+                for (int s = 0; s < SoftmaxOf::kKeySteps; ++s) {
+                    // a[0], a[1] hold keys 2t, 2t + 1 in their two halves, a[2], a[3] 8 later
+                    const auto seen = [&](int key) {
+                        const auto bits = [&](int k) {
+                            return k >= keys.begin && k < keys.end ? 0xffffu : 0u;
+                        };
+                        return bits(key) | bits(key + 1) << 16;
+                    };
+                    const uint32_t early = seen(first_key + s * 16 + 2 * t);
+                    const uint32_t late = seen(first_key + s * 16 + 2 * t + 8);
+                    Frag::for_each_value(v_tile, s * 16, [&](int step, const uint32_t (&a)[4]) {
+                        const uint32_t visible[4] = {
+                            a[0] & early, a[1] & early, a[2] & late, a[3] & late
+                        };
+                        float sum[4] = {};
+                        Frag::multiply(sum, visible, weights[s][n]);
+                        if (row / 2 == t) {
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) {
+                                if (i % 2 == row % 2) {
+                                    out[n][step][i] += sum[i];
+                                }
+                            }
+                        }
+                    });
+                }
+            }
+        }
+    }
+};
+
+#if defined(__CUDA_ARCH__)
+inline constexpr int kDeviceArch = __CUDA_ARCH__;
+#else
+inline constexpr int kDeviceArch = 900;  // parsed for the host, never run there
+#endif
+
+template <class Math, class Stored, int kHeadDim, int kHeadDimV, int kRows>
+__global__ void __launch_bounds__(256, 1) split_kv_kernel(
+    const __grid_constant__ SplitKvParams params
+) {
+    extern __shared__ __align__(128) char shared[];
+    SplitKv<Config<Math, Stored, kHeadDim, kHeadDimV, kRows, kDeviceArch>>::run(params, shared);
+}
+
+}  // namespace pagetile::sm80

@@ -1,0 +1,103 @@
+#include "attention/sm80/split_kv_launch.h"
+
+#include "attention/sm80/tile_shapes.h"
+#include "common/cuda.h"
+
+#include <atomic>
+
+namespace pagetile::sm80 {
+namespace {
+
+constexpr const char* kFunction = "paged_attention";
+
+const void* find_instance(DType kv_dtype, HeadDims dims, int rows) {
+    switch (kv_dtype) {
+        case DType::kFloat16:
+            return split_kv_half_t(dims, rows);
+        case DType::kBFloat16:
+            return split_kv_bfloat16_t(dims, rows);
+        case DType::kFloat8E4M3:
+            return split_kv_float_e4m3_t(dims, rows);
+        default:
+            return split_kv_float_e5m2_t(dims, rows);
+    }
+}
+
+// What a launch of an instance on a device needs, asked for once.
+struct Launch {
+    std::atomic<int> threads;  // 0: not asked yet
+    std::atomic<int> shared_memory;
+    std::atomic<bool> can_wait;  // code of its own for programmatic launches
+};
+
+constexpr int kMaxDevices = 64;
+constexpr int kInstances = 4 * 8 * 4;
+
+Launch& launch_of(DType kv_dtype, HeadDims dims, int rows, Device device) {
+    static Launch launches[kMaxDevices][kInstances];
+    check(
+        device.index < kMaxDevices,
+        "paged_attention: CUDA devices from ",
+        kMaxDevices,
+        " on are not supported, got ",
+        device.index
+    );
+    const int type = kv_dtype == DType::kFloat16      ? 0
+                     : kv_dtype == DType::kBFloat16   ? 1
+                     : kv_dtype == DType::kFloat8E4M3 ? 2
+                                                      : 3;
+    const int dim = dims.k == dims.v ? dims.k / 32 - 2 : 7;  // 64: 0, 96: 1, .. 256: 6
+    return launches[device.index][(type * 8 + dim) * 4 + rows / 16];
+}
+
+void prepare(
+    Launch& launch, const void* kernel, HeadDims dims, int element_bytes, int rows, Device device
+) {
+    // Asking loads the kernel, which a capture in progress would else forbid.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), kFunction);
+    cudaFuncAttributes attributes;
+    cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+    TileShape shape = {};
+    int bytes = 0;
+    if (status == cudaSuccess) {
+        // The code may be older than the GPU: PTX, compiled by the driver.
+        const int limit = max_shared_memory(attributes.ptxVersion * 10);
+        shape = tile_shape(dims.k, dims.v, element_bytes, rows, limit);
+        bytes = shared_memory(shape, dims.k, dims.v, element_bytes);
+        status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    }
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), kFunction);
+    check_launch(status, kFunction, device);
+    launch.shared_memory = bytes;
+    launch.can_wait = attributes.ptxVersion >= 90;
+    launch.threads.store(shape.num_threads(), std::memory_order_release);
+}
+
+}  // namespace
+
+void launch_split_kv(
+    const SplitKvParams& params, DType kv_dtype, HeadDims dims, Device device, cudaStream_t stream
+) {
+    const int rows = params.shape.rows;
+    const void* kernel = find_instance(kv_dtype, dims, rows);
+    Launch& launch = launch_of(kv_dtype, dims, rows, device);
+    if (launch.threads.load(std::memory_order_acquire) == 0) {
+        prepare(launch, kernel, dims, static_cast<int>(dtype_size(kv_dtype)), rows, device);
+    }
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(params.shape.chains * params.shape.lanes));
+    config.blockDim = dim3(static_cast<unsigned>(launch.threads.load(std::memory_order_relaxed)));
+    config.dynamicSmemBytes =
+        static_cast<size_t>(launch.shared_memory.load(std::memory_order_relaxed));
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = (params.pdl || params.plan_waits) && launch.can_wait ? 1 : 0;
+    void* arguments[] = {const_cast<SplitKvParams*>(&params)};
+    check_launch(cudaLaunchKernelExC(&config, kernel, arguments), kFunction, device);
+}
+
+}  // namespace pagetile::sm80

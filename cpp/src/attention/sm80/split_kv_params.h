@@ -1,0 +1,94 @@
+#pragma once
+
+#include "attention/plan.h"
+#include "common/fast_divide.h"
+#include "pagetile/cache_write.h"
+#include "pagetile/dtype.h"
+
+#include <vector_types.h>
+
+#include <cstdint>
+
+namespace pagetile::sm80 {
+
+// K or V. Strides in bytes.
+struct KvSide {
+    const char* data;
+    int64_t page_stride;
+    int64_t token_stride;
+    int64_t head_stride;
+    int64_t chunk_stride;  // a row is cut into chunks of 2^chunk_log2 elements
+    int32_t chunk_log2;
+    int32_t row_bytes;
+};
+
+// In the order in which the kernel first needs them: every launch finds its parameters outside the
+// constant cache.
+struct SplitKvParams {
+    // Schedule
+    bool plan_waits;  // the plan is written by a kernel before this one
+    bool pdl;         // or only queries, keys and values are
+    FastDivide chains;
+    const LaneWork* plan;  // [shape.lanes]
+
+    // Sequences
+    const int32_t* cu_seqlens_q;
+    const int32_t* seqused_k;
+    const int32_t* cu_seqlens_k;
+    int32_t total_q;
+    int32_t kv_capacity;  // of a sequence's pages, or of all packed rows
+    PlanShape shape;
+
+    // Keys and values
+    const int32_t* block_table;
+    int64_t block_table_stride;
+    FastDivide page_size;
+    int32_t num_pages;
+    int32_t granule_log2;    // so many keys in a row always lie on one page; at most 16
+    KvSide kv[2];            // K, V
+    bool copies_16_bytes;    // strides and bases allow it, and rows are whole
+    bool copies_whole_rows;  // besides, rows are as long as the kernel's, and 16 keys on a page
+
+    // Queries. Strides in bytes.
+    bool q_is_aligned;  // rows begin and end at multiples of 16 bytes
+    DType q_dtype;
+    int32_t head_dim;
+    FastDivide group;
+    const char* q;
+    int64_t q_row_stride;
+    int64_t q_head_stride;
+
+    // Scores, in log2 units
+    float scale;      // times log2(e)
+    bool transforms;  // scores need more than a positive factor
+    float softcap;    // times log2(e); 0 is off
+    float softcap_inverse;
+    Scale q_scale;
+    Scale k_scale;
+    const float* alibi_slopes;
+    int64_t alibi_batch_stride;
+    int64_t alibi_head_stride;
+
+    // Pieces of tiles
+    uint32_t* counters;  // [2 * lanes * chains * kCountersPerTile], 0 between launches
+    float2* rows_max;    // [slots, slot_rows]
+    float* rows_out;     // [slots, slot_rows, head_dim_v]
+    int32_t slot_rows;
+
+    // Results. Strides in elements.
+    int32_t head_dim_v;
+    DType out_dtype;
+    bool out_is_aligned;  // to four elements
+    void* out;
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    float* softmax_lse;
+    int64_t lse_head_stride;
+    int64_t lse_row_stride;
+    const void* sinks;
+    DType sinks_dtype;
+    int64_t sinks_stride;
+    Scale v_scale;
+};
+
+}  // namespace pagetile::sm80

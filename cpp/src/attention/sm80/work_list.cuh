@@ -1,0 +1,304 @@
+#pragma once
+
+// What a CTA has to do, one item after the other: it walks its lane of the plan. Whole warps call
+// it, and every warp of a CTA comes to the same items.
+
+#include "attention/dispatch.h"
+#include "attention/plan.h"
+#include "attention/sm80/split_kv_params.h"
+
+#include <cstdint>
+
+namespace pagetile::sm80 {
+
+inline constexpr unsigned kWarp = 0xffffffffu;
+
+struct Sequence {
+    int32_t q_begin;
+    int32_t q_len;
+    int32_t kv_begin;  // packed rows
+    int32_t kv_len;
+};
+
+// A tile of rows, or a piece of one: some of its keys.
+struct Item {
+    int32_t batch_idx;
+    int32_t kv_head;
+    int32_t row_tile;
+    Sequence sequence;
+    TileKeys keys;
+    TilePart part;
+};
+
+// What metadata says of a sequence.
+struct RawSequence {
+    int32_t q_begin;
+    int32_t q_end;
+    int32_t kv_begin;
+    int32_t kv_end;
+    int32_t kv_len;
+};
+
+// Does not wait for the loads.
+__device__ __forceinline__ RawSequence
+fetch_sequence(const SplitKvParams& params, int32_t batch_idx) {
+    RawSequence raw = {batch_idx, batch_idx + 1, 0, params.kv_capacity, params.kv_capacity};
+    if (params.cu_seqlens_q != nullptr) {
+        raw.q_begin = params.cu_seqlens_q[batch_idx];
+        raw.q_end = params.cu_seqlens_q[batch_idx + 1];
+    }
+    if (params.cu_seqlens_k != nullptr) [[unlikely]] {
+        raw.kv_begin = params.cu_seqlens_k[batch_idx];
+        raw.kv_end = params.cu_seqlens_k[batch_idx + 1];
+    }
+    if (params.seqused_k != nullptr) {
+        raw.kv_len = params.seqused_k[batch_idx];
+    }
+    return raw;
+}
+
+// Clamped to what the tensors hold.
+__device__ __forceinline__ Sequence
+make_sequence(const SplitKvParams& params, const RawSequence& raw) {
+    const auto clamp = [](int32_t value, int32_t least, int32_t most) {
+        return min(max(value, least), most);
+    };
+    Sequence sequence;
+    sequence.q_begin = clamp(raw.q_begin, 0, params.total_q);
+    sequence.q_len = clamp(raw.q_end, sequence.q_begin, params.total_q) - sequence.q_begin;
+    sequence.kv_begin = clamp(raw.kv_begin, 0, params.kv_capacity);
+    const int32_t kv_end = clamp(raw.kv_end, sequence.kv_begin, params.kv_capacity);
+    sequence.kv_len = clamp(raw.kv_len, 0, kv_end - sequence.kv_begin);
+    if (params.shape.piece_units > 0) [[unlikely]] {
+        // No more pieces than the workspace has slots for.
+        const int64_t most =
+            static_cast<int64_t>(params.shape.max_pieces) * params.shape.piece_units * kPlanKeys;
+        sequence.kv_len = static_cast<int32_t>(smaller_of(sequence.kv_len, most));
+    }
+    return sequence;
+}
+
+__device__ __forceinline__ Sequence load_sequence(const SplitKvParams& params, int32_t batch_idx) {
+    return make_sequence(params, fetch_sequence(params, batch_idx));
+}
+
+// The token of a packed row; there are fewer than 2^31 rows.
+__device__ __forceinline__ int32_t token_of(const SplitKvParams& params, int32_t row) {
+    uint32_t in_group;
+    return static_cast<int32_t>(params.group(in_group, static_cast<uint32_t>(max(row, 0))));
+}
+
+// The sequence that a lane of the warp has.
+__device__ __forceinline__ Sequence take(const Sequence& of_lane, int lane) {
+    return {
+        __shfl_sync(kWarp, of_lane.q_begin, lane),
+        __shfl_sync(kWarp, of_lane.q_len, lane),
+        __shfl_sync(kWarp, of_lane.kv_begin, lane),
+        __shfl_sync(kWarp, of_lane.kv_len, lane),
+    };
+}
+
+// The sequences that a CTA comes to first, in shared memory: a load from global memory would wait for
+// all the keys and values that were called for before it.
+struct SequenceWindow {
+    static constexpr int kSize = 32;
+
+    int32_t first;
+    Sequence sequences[kSize];
+
+    // By a warp: sequence `batch_idx` of its first lane and those of the others.
+    __device__ void store(const SplitKvParams& params, int32_t batch_idx, const RawSequence& raw) {
+        const auto me = static_cast<int32_t>(threadIdx.x % 32);
+        first = batch_idx;
+        sequences[me] = make_sequence(params, raw);
+    }
+};
+
+// Lives in shared memory, one for a warp: it is asked for the next item once in thousands of
+// instructions and would else hold fifty registers. All lanes of the warp write the same values.
+template <int kRows>
+class WorkList {
+public:
+    // Stands at the lane's first item; false if there is none. `item` is that item.
+    __device__ __forceinline__ bool begin(
+        const SplitKvParams& params, int32_t chain, int32_t lane, Item& item
+    ) {
+        // In a small batch, where every latency shows, the first sequence is read before it is known
+        // which one it is.
+        const auto me = static_cast<int32_t>(threadIdx.x % 32);
+        Sequence guess = {0, 0, 0, 0};
+        if (me < params.shape.batch) {
+            guess = load_sequence(params, me);
+        }
+        LaneWork work;
+        const auto* from = reinterpret_cast<const int4*>(params.plan + lane);
+        auto* to = reinterpret_cast<int4*>(&work);
+#pragma unroll
+        for (size_t i = 0; i < sizeof(LaneWork) / sizeof(int4); ++i) {
+            to[i] = from[i];
+        }
+        const int32_t batch_idx = work.begin.batch_idx;
+        Sequence sequence = take(guess, batch_idx % 32);
+        if (batch_idx >= 32 && batch_idx < params.shape.batch) {
+            sequence = load_sequence(params, batch_idx);
+        }
+        at_ = work.begin;
+        end_ = work.end;
+        cuts_ = work.cuts;
+        chain_ = chain;
+        lane_ = lane;
+        if (work.first.q_len == sequence.q_len && work.first.kv_len == sequence.kv_len) [[likely]] {
+            item = {
+                batch_idx,
+                work.begin.head * params.shape.chains + chain,
+                work.begin.row_tile,
+                sequence,
+                work.first.keys,
+                work.first.part,
+            };
+            rest_ = {item.part.unit_begin, item.part.unit_end};
+            end_piece(params, item.part);
+            item_ = item;
+            has_begun_ = true;
+            __syncwarp();
+            return true;
+        }
+        rest_ = {0, 0};
+        has_begun_ = false;
+        item_.sequence = sequence;
+        const bool found = next(params, nullptr);
+        item = item_;
+        return found;
+    }
+
+    // The item that next() found.
+    __device__ const Item& item() const { return item_; }
+
+    // False only if the last item has been found: cheap to ask.
+    __device__ bool may_have_more() const {
+        return rest_.begin < rest_.end || at_.batch_idx != end_.batch_idx ||
+               at_.head != end_.head || at_.row_tile != end_.row_tile;
+    }
+
+    // False when there is no more. A function of its own: it is seldom called, and instructions that
+    // are jumped over are fetched, too.
+    __device__ __noinline__ bool next(const SplitKvParams& params, const SequenceWindow* window) {
+        __syncwarp();  // nobody reads the former item any more
+        const bool found = find_item(params, window);
+        __syncwarp();
+        return found;
+    }
+
+private:
+    // Where tiles are cut at multiples of piece_units, an item ends at the first of them.
+    __device__ void end_piece(const SplitKvParams& params, TilePart& part) {
+        const int32_t piece_units = params.shape.piece_units;
+        if (piece_units > 0) [[unlikely]] {
+            const int32_t end = (rest_.begin / piece_units + 1) * piece_units;
+            part.unit_end = min(rest_.end, end);
+        }
+        rest_.begin = part.unit_end;
+    }
+
+    __device__ bool find_item(const SplitKvParams& params, const SequenceWindow* window) {
+        if (params.shape.piece_units > 0 && rest_.begin < rest_.end) {
+            item_.part.piece += 1;
+            item_.part.unit_begin = rest_.begin;
+            item_.part.unit_end = rest_.end;
+        } else {
+            do {
+                if (!next_tile(params, window)) {
+                    return false;
+                }
+            } while (item_.part.pieces < 0);
+        }
+        end_piece(params, item_.part);
+        return true;
+    }
+
+    // The first sequence from `batch_idx` on that has queries; behind the end where none has.
+    __device__ void find_sequence(
+        const SplitKvParams& params, const SequenceWindow* window, int32_t batch_idx
+    ) {
+        const int32_t end = min(end_.batch_idx + 1, params.shape.batch);
+        const auto me = static_cast<int32_t>(threadIdx.x % 32);
+        for (; batch_idx < end; batch_idx += 32) {
+            Sequence mine = {0, 0, 0, 0};
+            if (batch_idx + me < end) {
+                const int32_t in_window = window != nullptr ? batch_idx + me - window->first : -1;
+                mine = in_window >= 0 && in_window < SequenceWindow::kSize
+                           ? window->sequences[in_window]
+                           : load_sequence(params, batch_idx + me);
+            }
+            const unsigned with_queries = __ballot_sync(kWarp, mine.q_len > 0);
+            if (with_queries != 0) {
+                const int first = __ffs(static_cast<int>(with_queries)) - 1;
+                item_.sequence = take(mine, first);
+                at_.batch_idx = batch_idx + first;
+                return;
+            }
+        }
+        at_.batch_idx = params.shape.batch;
+    }
+
+    __device__ void advance(const SplitKvParams& params, const SequenceWindow* window) {
+        at_.unit = 0;
+        at_.row_tile += 1;
+        if (at_.row_tile * kRows < item_.sequence.q_len * params.shape.group) {
+            return;
+        }
+        at_.row_tile = 0;
+        at_.head += 1;
+        if (at_.head < params.shape.heads_per_chain) {
+            return;
+        }
+        at_.head = 0;
+        find_sequence(params, window, at_.batch_idx + 1);
+    }
+
+    __device__ bool next_tile(const SplitKvParams& params, const SequenceWindow* window) {
+        if (at_.batch_idx >= params.shape.batch) {
+            return false;
+        }
+        if (has_begun_ || at_.unit == kWholeTile) {
+            advance(params, window);
+        }
+        has_begun_ = true;
+        if (at_.batch_idx >= params.shape.batch || is_behind(at_, end_)) {
+            return false;
+        }
+        const Sequence& sequence = item_.sequence;
+        const int32_t first_row = at_.row_tile * kRows;
+        const int32_t last_row = min(first_row + kRows, sequence.q_len * params.shape.group) - 1;
+        item_.batch_idx = at_.batch_idx;
+        item_.kv_head = at_.head * params.shape.chains + chain_;
+        item_.row_tile = at_.row_tile;
+        item_.keys = tile_keys(
+            params.shape,
+            sequence.q_len,
+            sequence.kv_len,
+            token_of(params, first_row),
+            token_of(params, last_row)
+        );
+        item_.part = tile_part(params.shape, end_, cuts_, lane_, at_, item_.keys);
+        rest_ = {item_.part.unit_begin, item_.part.unit_end};
+        return true;
+    }
+
+    Position at_;
+    Position end_;
+    LaneCuts cuts_;
+    Item item_;
+    UnitSpan rest_;  // of the tile, in this lane
+    int32_t chain_;
+    int32_t lane_;
+    bool has_begun_;
+};
+
+// Slots of a tile's pieces, in the chain's workspace.
+__device__ __forceinline__ int32_t slot_of(const PlanShape& shape, int32_t place, int32_t piece) {
+    return shape.piece_units > 0 ? place * shape.max_pieces + piece
+                                 : place + 2 * piece + (piece == 0 ? 1 : 0);
+}
+
+}  // namespace pagetile::sm80
