@@ -73,7 +73,9 @@ struct AttentionParams {
     int64_t num_splits = 0;        // 0 chooses, 1 is off, n at most n
     bool batch_invariant = false;  // a sequence's bits depend on nothing but the sequence
     bool validate = false;         // read the metadata first and throw on what is out of range
-    const void* plan = nullptr;    // by make_plan for this step; null: planned in the call
+    // By make_plan for this step, with the same bounds max_seqlen_q and max_seqlen_k: they decide
+    // which tiles there are. Null: planned in the call.
+    const void* plan = nullptr;
     // At least workspace_size() bytes, zeroed before its first use; each call leaves it ready for
     // the next. Two calls at the same time need two. Null: one that the library keeps for each
     // stream. The CPU needs neither plan nor workspace.
@@ -119,7 +121,8 @@ struct PlanParams {
 };
 
 // Bytes of a plan, and of a workspace for calls with such parameters. Neither depends on the
-// lengths, so both hold for every step of a captured graph.
+// lengths, so both hold for every step of a captured graph. Of cu_seqlens_q only counts whether it
+// is null: one query a sequence.
 int64_t plan_size(const PlanParams& params);
 int64_t workspace_size(const PlanParams& params);
 
