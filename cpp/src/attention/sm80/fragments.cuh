@@ -47,15 +47,32 @@ struct MathType<cutlass::bfloat16_t> {
     }
 };
 
+// Two bytes of e4m3 as two fp16, exactly, where no instruction does it. As bits of an fp16, an e4m3
+// moved up by 7 is its value times 2^-8, subnormals too; 0x7f is NaN.
+__device__ __forceinline__ uint32_t widen_e4m3_by_bits(uint32_t pair) {
+    const uint32_t apart = __byte_perm(pair, 0, 0x4140);
+    const uint32_t magnitude = apart & 0x007f007f;
+    const uint32_t bits = (apart & 0x00800080) << 8 | magnitude << 7;
+    const uint32_t nan = ((magnitude + 0x00010001) >> 7 & 0x00010001) * 0x7e00;
+    const __half2 wide = __hmul2(
+        reinterpret_cast<const __half2&>(bits), __half2half2(__ushort_as_half(0x5c00))  // 2^8
+    );
+    return reinterpret_cast<const uint32_t&>(wide) | nan;
+}
+
 // Two bytes of fp8 as two fp16, exactly.
 template <class Stored>
 __device__ __forceinline__ uint32_t widen(uint32_t pair) {
     if constexpr (std::is_same_v<Stored, cutlass::float_e5m2_t>) {
         return __byte_perm(pair, 0, 0x1404);  // the upper half of an fp16 is an e5m2
     } else {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
         const __half2_raw wide =
             __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
         return static_cast<uint32_t>(wide.y) << 16 | wide.x;
+#else
+        return widen_e4m3_by_bits(pair);
+#endif
     }
 }
 
