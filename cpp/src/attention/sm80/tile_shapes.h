@@ -69,7 +69,9 @@ constexpr TileShape tile_shape(
     shape.row_steps = rows >= 16 && head_dim_v <= 128 && head_dim <= 128 ? 2 : 1;
     shape.row_warps = rows / 8 / shape.row_steps;
     const bool fits_registers = head_dim <= 64 || (head_dim <= 128 && shape.row_steps == 1);
-    const bool shares_tiles = shape.row_warps > 1 && head_dim <= 128;
+    // Where fp8 is widened by several instructions (8.0, 8.6), 32 keys take too many registers.
+    const bool widens_cheaply = element_bytes == 2 || shared_memory_limit > 200 * 1024;
+    const bool shares_tiles = shape.row_warps > 1 && head_dim <= 128 && widens_cheaply;
     const bool small_rows = (element_bytes == 1 || head_dim <= 64) && fits_registers;
     shape.keys = small_rows || shares_tiles ? 32 : 16;
     const int most = (head_dim + head_dim_v) * shape.keys * element_bytes > 10 * 1024 ? 4 : 8;
