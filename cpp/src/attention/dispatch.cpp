@@ -6,8 +6,6 @@
 
 #if PAGETILE_HAS_CUDA
 #include "common/cuda.h"
-
-#include <atomic>
 #endif
 
 namespace pagetile {
@@ -46,21 +44,8 @@ int32_t num_chains(int64_t num_kv_heads, int num_sms) {
 int num_sms([[maybe_unused]] Device device) {
     static constexpr int kH200 = 132;
 #if PAGETILE_HAS_CUDA
-    // Asked for once a device: the runtime takes longer over it than the rest of a call.
-    static std::atomic<int> known[64];
-    if (device.kind == DeviceKind::kCuda && device.index < 64) {
-        std::atomic<int>& count = known[device.index];
-        if (count.load(std::memory_order_relaxed) == 0) {
-            int value = 0;
-            const cudaError_t status =
-                cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device.index);
-            if (status != cudaSuccess) {
-                cudaGetLastError();  // or the next call, maybe somebody else's, would report it
-            }
-            check_cuda(status, "the number of multiprocessors");
-            count.store(value, std::memory_order_relaxed);
-        }
-        return count.load(std::memory_order_relaxed);
+    if (device.kind == DeviceKind::kCuda) {
+        return num_sms_of(device, "paged_attention");
     }
 #endif
     return kH200;

@@ -8,20 +8,6 @@
 namespace pagetile {
 namespace {
 
-// Calls visit(batch_idx, lengths) for every sequence.
-template <class Visit>
-void for_each_sequence(
-    const PlanShape& shape,
-    const int32_t* cu_seqlens_q,
-    const int32_t* seqused_k,
-    const int32_t* cu_seqlens_k,
-    const Visit& visit
-) {
-    for (int32_t b = 0; b < shape.batch; ++b) {
-        visit(b, plan_lengths(shape, cu_seqlens_q, seqused_k, cu_seqlens_k, b));
-    }
-}
-
 void cut(
     const PlanShape& shape,
     const int32_t* cu_seqlens_q,
@@ -30,7 +16,9 @@ void cut(
     LaneWork* work
 ) {
     const auto visit_all = [&](const auto& visit) {
-        for_each_sequence(shape, cu_seqlens_q, seqused_k, cu_seqlens_k, visit);
+        for (int32_t b = 0; b < shape.batch; ++b) {
+            visit(b, plan_lengths(shape, cu_seqlens_q, seqused_k, cu_seqlens_k, b));
+        }
     };
     PlanTotals totals = {0, 0, 0};
     visit_all([&](int32_t, PlanLengths lengths) {

@@ -19,22 +19,8 @@ struct Workspace {
     int64_t bytes = 0;
 };
 
-// Restores the capture mode that the caller had.
-class RelaxedCapture {
-public:
-    RelaxedCapture() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), kFunction); }
-
-    ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
-    RelaxedCapture(const RelaxedCapture&) = delete;
-    RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
-private:
-    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 Workspace allocate(int64_t bytes) {
-    const RelaxedCapture relaxed;
+    const RelaxedCapture relaxed(kFunction);
     void* data = nullptr;
     cudaStream_t stream = nullptr;
     check_cuda(cudaMalloc(&data, static_cast<size_t>(bytes)), kFunction);

@@ -64,7 +64,7 @@ struct QueryTile {
 
     char rows[Config::kRows * Config::kHeadDim * 2];
 
-    // By `count` threads, of which this is number `index`. Ends with a cp.async group of theirs.
+    // By `count` threads, of which this is number `index`, as part of their next cp.async group.
     __device__ __forceinline__ void load(
         const SplitKvParams& params, const Item& item, int index, int count
     ) {

@@ -30,18 +30,11 @@ struct Launch {
     std::atomic<bool> can_wait;  // code of its own for programmatic launches
 };
 
-constexpr int kMaxDevices = 64;
 constexpr int kInstances = 4 * 8 * 4;
 
 Launch& launch_of(DType kv_dtype, HeadDims dims, int rows, Device device) {
     static Launch launches[kMaxDevices][kInstances];
-    check(
-        device.index < kMaxDevices,
-        "paged_attention: CUDA devices from ",
-        kMaxDevices,
-        " on are not supported, got ",
-        device.index
-    );
+    check_device_index(device, kFunction);
     const int type = kv_dtype == DType::kFloat16      ? 0
                      : kv_dtype == DType::kBFloat16   ? 1
                      : kv_dtype == DType::kFloat8E4M3 ? 2
@@ -53,22 +46,18 @@ Launch& launch_of(DType kv_dtype, HeadDims dims, int rows, Device device) {
 void prepare(
     Launch& launch, const void* kernel, HeadDims dims, int element_bytes, int rows, Device device
 ) {
-    // Asking loads the kernel, which a capture in progress would else forbid.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), kFunction);
+    const RelaxedCapture relaxed(kFunction);
     cudaFuncAttributes attributes;
-    cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
-    TileShape shape = {};
-    int bytes = 0;
-    if (status == cudaSuccess) {
-        // The code may be older than the GPU: PTX, compiled by the driver.
-        const int limit = max_shared_memory(attributes.ptxVersion * 10);
-        shape = tile_shape(dims.k, dims.v, element_bytes, rows, limit);
-        bytes = shared_memory(shape, dims.k, dims.v, element_bytes);
-        status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    }
-    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), kFunction);
-    check_launch(status, kFunction, device);
+    check_launch(cudaFuncGetAttributes(&attributes, kernel), kFunction, device);
+    // The code may be older than the GPU: PTX, compiled by the driver.
+    const int limit = max_shared_memory(attributes.ptxVersion * 10);
+    const TileShape shape = tile_shape(dims.k, dims.v, element_bytes, rows, limit);
+    const int bytes = shared_memory(shape, dims.k, dims.v, element_bytes);
+    check_launch(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        kFunction,
+        device
+    );
     launch.shared_memory = bytes;
     launch.can_wait = attributes.ptxVersion >= 90;
     launch.threads.store(shape.num_threads(), std::memory_order_release);

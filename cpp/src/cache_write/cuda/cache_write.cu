@@ -6,7 +6,6 @@
 #include "common/cuda.h"
 
 #include <algorithm>
-#include <atomic>
 #include <initializer_list>
 #include <limits>
 
@@ -66,54 +65,22 @@ Kernel<kWide> instance(DType source, DType cache, int vector) {
     }
 }
 
-constexpr int kMaxDevices = 64;
-
-// An answer for each device, asked for once: the runtime takes longer over it than a launch's own
-// bookkeeping.
-template <class Ask>
-int ask_once(Device device, std::atomic<int> (&known)[kMaxDevices], const Ask& ask) {
-    check(
-        device.index < kMaxDevices,
-        "cache_write: CUDA devices from ",
-        kMaxDevices,
-        " on are not supported, got ",
-        device.index
-    );
-    std::atomic<int>& answer = known[device.index];  // plus 1; 0 is not asked yet
-    if (answer.load(std::memory_order_relaxed) == 0) {
-        answer.store(ask() + 1, std::memory_order_relaxed);
-    }
-    return answer.load(std::memory_order_relaxed) - 1;
-}
-
-int num_sms(Device device) {
-    static std::atomic<int> known[kMaxDevices];
-    return ask_once(device, known, [&] {
-        int count = 0;
-        check_cuda(
-            cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device.index), kFunction
-        );
-        return count;
-    });
-}
-
 // Programmatic launch is for kernels that wait by themselves: code for compute capability 9.0 and up.
 // PTX of 8.0, compiled for a newer GPU by the driver, does not.
 bool can_wait(Device device) {
-    static std::atomic<int> known[kMaxDevices];
-    return ask_once(device, known, [&] {
-               const auto any_kernel =
-                   copy_instance</*kWide=*/false, /*kPdl=*/true, /*kTokens=*/1>(DType::kFloat16, 8);
-               // The question loads the kernel, which a capture in progress would else forbid.
-               cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-               check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), kFunction);
-               cudaFuncAttributes attributes;
-               const cudaError_t status =
-                   cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(any_kernel));
-               check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), kFunction);
-               check_launch(status, kFunction, device);
-               return attributes.ptxVersion >= 90 ? 1 : 0;
-           }) == 1;
+    static AnswerOfDevice answers;
+    return answers.get(device, kFunction, [&] {
+        const auto any_kernel =
+            copy_instance</*kWide=*/false, /*kPdl=*/true, /*kTokens=*/1>(DType::kFloat16, 8);
+        const RelaxedCapture relaxed(kFunction);
+        cudaFuncAttributes attributes;
+        check_launch(
+            cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(any_kernel)),
+            kFunction,
+            device
+        );
+        return attributes.ptxVersion >= 90 ? 1 : 0;
+    }) == 1;
 }
 
 // A part of the batch that one launch writes.
@@ -263,7 +230,7 @@ void launch(
         launch</*kWide=*/true, /*kPdl=*/false, /*kTokens=*/1>(params, plan, part, k, v, stream);
     } else if (params.pdl && can_wait(params.device)) {
         launch</*kWide=*/false, /*kPdl=*/true, /*kTokens=*/1>(params, plan, part, k, v, stream);
-    } else if (plan.tokens_per_thread(part.num_tokens, num_sms(params.device)) == 2) {
+    } else if (plan.tokens_per_thread(part.num_tokens, num_sms_of(params.device, kFunction)) == 2) {
         launch</*kWide=*/false, /*kPdl=*/false, /*kTokens=*/2>(params, plan, part, k, v, stream);
     } else {
         launch</*kWide=*/false, /*kPdl=*/false, /*kTokens=*/1>(params, plan, part, k, v, stream);
