@@ -472,6 +472,29 @@ def splits() -> list[Case]:
     ]
 
 
+def clusters() -> list[Case]:
+    """One sequence whose KV heads are clusters of thread blocks where the GPU has them."""
+    return [
+        *(Case(f"cluster_{heads[0]}_{heads[1]}_q{q}_{kv}", (q,), (kv,), heads, **D128)
+          for heads, q in (((32, 8), 1), ((64, 8), 1), ((8, 8), 8), ((16, 8), 3), ((63, 9), 1),
+                           ((24, 12), 4), ((56, 14), 2))
+          for kv in (1, 33, 200, 1024, 5000)),
+        *(Case(f"cluster_splits{n}", (1,), (3000,), (32, 8), num_splits=n, **D128)
+          for n in (1, 2, 3, 5, 7, 8, 9, 100)),
+        *(Case(f"cluster_head_dim{d[0]}_{d[1]}_{kind}", (2,), (900,), (16, 8), d, **KINDS[kind])
+          for d in ((64, 64), (96, 96), (72, 72), (192, 192), (192, 128), (256, 256), (40, 136))
+          for kind in ("fp16", "e4m3", "e5m2")),
+        *(Case(f"cluster_{name}", (2,), (2500,), (32, 8), **D128, **more) for name, more in (
+            ("window", {"window": (700, 0)}), ("short_window", {"window": (3, 0)}),
+            ("noncausal", {"causal": False, "window": (900, 9)}), ("sinks", {"sinks": "float32"}),
+            ("alibi", {"alibi": "heads", **E4M3}), ("softcap", {"softcap": 5.0}),
+            ("hnd", {"storage": "hnd"}), ("page1", {"page_size": 1}),
+            ("scales", {"scales": "heads", **E4M3}))),
+        Case("cluster_no_queries", (0,), (300,), (32, 8), out="given", spare_rows=2),
+        Case("cluster_no_keys", (2,), (0,), (32, 8)),
+    ]
+
+
 # fmt: on
 LONG = [
     *page_sizes(),
@@ -482,6 +505,7 @@ LONG = [
     *types(),
     *masks(),
     *splits(),
+    *clusters(),
 ]
 
 
@@ -716,10 +740,12 @@ PLAN_OPTIONS = {
 # fmt: on
 
 
-def sms(device) -> int:
+def gpu_of(device) -> dict[str, int | bool]:
+    """What of a GPU a plan depends on; the CPU plans for an H200."""
     if device == "cpu":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return {"num_sms": 132, "has_clusters": True}
+    properties = torch.cuda.get_device_properties(device)
+    return {"num_sms": properties.multi_processor_count, "has_clusters": properties.major >= 9}
 
 
 def check_plan(device, cu_seqlens_q, seqused_k, **options) -> None:
@@ -729,7 +755,7 @@ def check_plan(device, cu_seqlens_q, seqused_k, **options) -> None:
     tensors = {"cu_seqlens_q": int32("cpu", cu_seqlens_q), "seqused_k": int32("cpu", seqused_k)}
     left, right = arguments.pop("window", (-1, -1))
     lanes, shape = _C.attention_plan(
-        *tensors.values(), **arguments, window_left=left, window_right=right, num_sms=sms(device)
+        *tensors.values(), **arguments, window_left=left, window_right=right, **gpu_of(device)
     )
     rows = [x["words"] for x in lanes]
     there = {name: x.to(device) for name, x in tensors.items()}
@@ -812,6 +838,26 @@ def test_plan_serves_other_lengths(made_for, options):
     assert all(map(same_bits, mine.run(plan=plan, workspace=workspace), before))
 
 
+@on_a_gpu
+@pytest.mark.parametrize("kind", ["bf16", "e4m3"])
+def test_plan_serves_other_lengths_in_clusters(kind):
+    problem = Attention(Case(f"reused_cluster_{kind}", (2,), (9000,), (32, 8), **KINDS[kind]))
+    workspace = problem.workspace()
+    lengths = (9000, 1, 0, 40, 2500, 8999)
+    for made_for in lengths:
+        plan = problem.with_lens((made_for,)).plan()
+        for length in lengths:
+            other = problem.with_lens((length,))
+            other.check(*other.run(plan=plan, workspace=workspace))
+
+
+@on_a_gpu
+def test_more_queries_than_a_cluster_was_planned_for():
+    """max_seqlen_q is a bound that nobody can check: what it cuts off is computed all the same."""
+    problem = Attention(Case("unbounded_cluster", (9,), (700,), (32, 8)))
+    problem.check(*problem.run(max_seqlen_q=1))
+
+
 def test_plan_of_a_padded_batch(device):
     """Sequences without queries at the end, and rows behind them that nobody writes."""
     case = Case(
@@ -827,6 +873,7 @@ def test_plan_of_a_padded_batch(device):
 # fmt: off
 SPLIT = [
     Case("again_dealt", (1, 1), (9000, 700), (32, 8), **D128),
+    Case("again_cluster", (2,), (9000,), (32, 8), **D128),
     Case("again_even", (1,) * 60, (40_000, *[300] * 59), (32, 8), **D128),
     Case("again_splits", (1, 3), (9000, 9000), (8, 2), num_splits=7, **D128),
     Case("again_window", (1, 8), (9000, 9000), (8, 2), window=(4000, 0), **D128),

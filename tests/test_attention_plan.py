@@ -39,7 +39,7 @@ class Plan:
 
     def __init__(self, cu_seqlens_q, seqused_k, heads=(32, 8), head_dim=(128, 128), sms=H200,
                  max_seqlen_q=None, max_seqlen_k=None, causal=True, window=(-1, -1), num_splits=0,
-                 batch_invariant=False) -> None:  # fmt: skip
+                 batch_invariant=False, clusters=True) -> None:  # fmt: skip
         batch = len(seqused_k)
         spans = list(itertools.pairwise(cu_seqlens_q)) if cu_seqlens_q else [(0, 1)] * batch
         if max_seqlen_q is None:
@@ -53,7 +53,7 @@ class Plan:
             num_q_heads=heads[0], num_kv_heads=heads[1],
             head_dim=head_dim[0], head_dim_v=head_dim[1], causal=causal,
             window_left=window[0], window_right=window[1], num_splits=num_splits,
-            batch_invariant=batch_invariant, num_sms=sms,
+            batch_invariant=batch_invariant, num_sms=sms, has_clusters=clusters,
         )  # fmt: skip
         self.causal, self.window, self.heads, self.sms = causal, window, heads, sms
         self.num_splits, self.batch_invariant = num_splits, batch_invariant
@@ -389,14 +389,45 @@ def test_uniform_batches_are_not_cut(batch, context):
     assert pieces_of_lanes(plan) == [batch // 16] * 16
 
 
+@pytest.mark.parametrize("clusters", [False, True])
 @pytest.mark.parametrize("context", [1024, 8192, 131_072])
-def test_one_sequence_takes_all_lanes(context):
-    """16 equal pieces of each of 8 KV heads."""
-    plan = Plan.of((1, context)).check()
-    assert plan.splits == 16
-    assert pieces_of_lanes(plan) == [1] * 16
+def test_one_sequence_takes_all_lanes(context, clusters):
+    """Equal pieces of each of 8 KV heads; 8 lanes are one cluster."""
+    plan = Plan.of((1, context), clusters=clusters).check()
+    lanes = 8 if clusters else 16
+    assert plan.shape["in_clusters"] == clusters
+    assert plan.splits == lanes
+    assert pieces_of_lanes(plan) == [1] * lanes
     sizes = [end - begin for _, begin, end in plan.pieces[0][:-1]]
-    assert sizes == [context // KEYS // 16] * 15
+    assert sizes == [context // KEYS // lanes] * (lanes - 1)
+
+
+@pytest.mark.parametrize(("sequences", "options"), [
+    ([(1, 500), (1, 500)], {}),  # two tiles a KV head
+    ([(3, 500)], {}),  # 12 rows
+    ([(1, 500)], {"heads": (64, 4)}),  # 16 rows
+    ([(1, 500)], {"heads": (8, 2)}),  # 16 multiprocessors would work
+    ([(1, 500)], {"heads": (28, 7)}),  # 56
+    ([(1, 500)], {"heads": (32, 16)}),  # 16 clusters do not fit at once
+    ([(1, 500)], {"heads": (33, 33)}),
+    ([(1, 500)], {"sms": 60}),
+    ([(1, 500)], {"batch_invariant": True}),
+], ids=str)  # fmt: skip
+def test_what_is_not_for_clusters(sequences, options):
+    plan, without = (Plan.of(*sequences, **options, clusters=x).check() for x in (True, False))
+    assert not plan.shape["in_clusters"]
+    assert plan.lanes == without.lanes
+
+
+@pytest.mark.parametrize("heads", [(36, 9), (32, 8), (14, 14)])
+@pytest.mark.parametrize("kv_len", [0, 1, 31, 200, 257, 5000])
+def test_a_clusters_lanes_are_its_pieces(heads, kv_len):
+    """Piece i is lane i's: by that the thread blocks of a cluster find each other."""
+    for options in ({}, {"window": (40, 0)}, {"num_splits": 3}, {"num_splits": 20}):
+        plan = Plan.of((1, kv_len), heads=heads, **options).check()
+        assert plan.shape["in_clusters"]
+        assert plan.shape["lanes"] == 8
+        assert [len(pieces) for pieces in plan.work] == [1] * plan.splits + [0] * (8 - plan.splits)
 
 
 def test_a_long_sequence_among_short_ones_is_shared():
@@ -412,7 +443,9 @@ def test_a_long_sequence_among_short_ones_is_shared():
 @pytest.mark.parametrize("num_splits", range(1, 20))
 def test_num_splits_is_the_most(num_splits):
     """And is used, where a sequence is alone."""
-    assert Plan.of((1, 65_536), num_splits=num_splits).check().splits == min(num_splits, 16)
+    for clusters, most in ((False, 16), (True, 8)):
+        plan = Plan.of((1, 65_536), num_splits=num_splits, clusters=clusters).check()
+        assert plan.splits == min(num_splits, most)
     Plan.of(*BATCHES["one_long_many_short"], num_splits=num_splits).check()
 
 

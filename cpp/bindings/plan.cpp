@@ -223,6 +223,7 @@ nb::dict shape_dict(const PlanShape& shape) {
     result["chains"] = shape.chains;
     result["heads_per_chain"] = shape.heads_per_chain;
     result["lanes"] = shape.lanes;
+    result["in_clusters"] = shape.in_clusters;
     result["window_left"] = shape.window_left;
     result["window_right"] = shape.window_right;
     result["max_splits"] = shape.max_splits;
@@ -249,7 +250,8 @@ nb::tuple attention_plan(
     int64_t window_right,
     int64_t num_splits,
     bool batch_invariant,
-    int num_sms
+    int num_sms,
+    bool has_clusters
 ) {
     const Tensor seqused_k(kAttentionPlan, "seqused_k", seqused_k_object);
     const Tensor cu_seqlens_q(kAttentionPlan, "cu_seqlens_q", cu_seqlens_q_object);
@@ -274,7 +276,7 @@ nb::tuple attention_plan(
     check(params.device.kind == DeviceKind::kCpu, kAttentionPlan, ": seqused_k must be on the CPU");
     plan_size(params);  // throws on what does not fit
     check(num_sms > 0, kAttentionPlan, ": num_sms must be > 0, got ", num_sms);
-    const PlanShape shape = plan_shape(params, num_sms);
+    const PlanShape shape = plan_shape(params, {num_sms, has_clusters});
     std::vector<LaneWork> work(static_cast<size_t>(shape.lanes));
     plan_on_host(shape, params.cu_seqlens_q, params.seqused_k, nullptr, work.data());
     nb::list lanes;
@@ -523,12 +525,13 @@ void export_plan(nb::module_& m) {
         nb::arg("num_splits") = 0,
         nb::arg("batch_invariant") = false,
         nb::arg("num_sms") = 132,
+        nb::arg("has_clusters") = true,
         nb::sig(
             "def attention_plan(cu_seqlens_q: object, seqused_k: object, *, num_q_heads: int, "
             "num_kv_heads: int, head_dim: int = 128, head_dim_v: int | None = None, "
             "max_seqlen_q: int = 0, max_seqlen_k: int = 0, causal: bool = True, "
             "window_left: int = -1, window_right: int = -1, num_splits: int = 0, "
-            "batch_invariant: bool = False, num_sms: int = 132) "
+            "batch_invariant: bool = False, num_sms: int = 132, has_clusters: bool = True) "
             "-> tuple[list[dict[str, typing.Any]], dict[str, int]]"
         )
     );

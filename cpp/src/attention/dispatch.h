@@ -9,8 +9,14 @@
 
 namespace pagetile {
 
-// Multiprocessors of a GPU; the CPU plans for those of an H200.
-int num_sms(Device device);
+// What of a GPU a plan depends on.
+struct Gpu {
+    int num_sms;
+    bool has_clusters;
+};
+
+// The CPU plans for an H200.
+Gpu gpu_of(Device device);
 
 // The head dimensions that kernels are built for and that hold these.
 struct HeadDims {
@@ -25,7 +31,7 @@ HeadDims built_head_dims(int64_t head_dim, int64_t head_dim_v);
 // Packed rows of a tile: 8, 16 or 32.
 int32_t rows_per_tile(HeadDims dims, int64_t max_seqlen_q, int64_t group, bool batch_invariant);
 
-PlanShape plan_shape(const PlanParams& params, int num_sms);
+PlanShape plan_shape(const PlanParams& params, const Gpu& gpu);
 
 PlanParams plan_params(const AttentionParams& params);
 

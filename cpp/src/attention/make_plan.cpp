@@ -69,8 +69,7 @@ void check_params(const char* function, const PlanParams& params) {
 
 int64_t plan_size(const PlanParams& params) {
     check_params("make_plan", params);
-    return plan_shape(params, num_sms(params.device)).lanes *
-           static_cast<int64_t>(sizeof(LaneWork));
+    return plan_shape(params, gpu_of(params.device)).lanes * static_cast<int64_t>(sizeof(LaneWork));
 }
 
 int64_t workspace_size(const PlanParams& params) {
@@ -82,13 +81,13 @@ int64_t workspace_size(const PlanParams& params) {
         !params.batch_invariant || params.max_seqlen_k > 0,
         "workspace_size: batch_invariant needs max_seqlen_k"
     );
-    const PlanShape shape = plan_shape(params, num_sms(params.device));
+    const PlanShape shape = plan_shape(params, gpu_of(params.device));
     return workspace_layout(shape, params.max_seqlen_q, params.head_dim, params.head_dim_v).bytes;
 }
 
 void make_plan(const PlanParams& params, void* plan, [[maybe_unused]] Stream stream) {
     check_params("make_plan", params);
-    const PlanShape shape = plan_shape(params, num_sms(params.device));
+    const PlanShape shape = plan_shape(params, gpu_of(params.device));
     auto* work = static_cast<LaneWork*>(plan);
     if (params.device.kind == DeviceKind::kCpu) {
         plan_on_host(shape, params.cu_seqlens_q, params.seqused_k, params.cu_seqlens_k, work);

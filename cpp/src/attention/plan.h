@@ -24,6 +24,7 @@ inline constexpr int32_t kPlanKeys = 32;           // keys of a unit
 inline constexpr int32_t kWholeTile = 0x7fffffff;  // Position::unit: behind the tile's last key
 inline constexpr int32_t kMaxLanes = 256;
 inline constexpr int32_t kPieceUnits = 64;  // batch_invariant: pieces of 2048 keys
+inline constexpr int32_t kClusterLanes = 8;
 
 // What the host knows of a step, and all that the plan depends on besides the lengths.
 struct PlanShape {
@@ -34,13 +35,14 @@ struct PlanShape {
     int32_t chains = 1;           // workers side by side
     int32_t heads_per_chain = 1;  // KV heads of a chain, one after the other
     int32_t lanes = 1;            // workers of a chain, at most kMaxLanes
-    int32_t window_left = -1;     // tokens around the diagonal; -1: all
-    int32_t window_right = -1;    // causal: 0
-    int32_t max_splits = 0;       // of a tile; 0: any number
-    int32_t piece_units = 0;      // batch_invariant: tiles are cut at multiples of it; 0: anywhere
-    int32_t max_pieces = 0;       // batch_invariant: of a tile
-    int32_t tile_cost = 2;        // what a tile costs besides its keys, in units
-    int32_t split_cost = 6;       // what a piece of a split tile costs, in units
+    bool in_clusters = false;   // a chain's workers are one cluster, and have one tile between them
+    int32_t window_left = -1;   // tokens around the diagonal; -1: all
+    int32_t window_right = -1;  // causal: 0
+    int32_t max_splits = 0;     // of a tile; 0: any number
+    int32_t piece_units = 0;    // batch_invariant: tiles are cut at multiples of it; 0: anywhere
+    int32_t max_pieces = 0;     // batch_invariant: of a tile
+    int32_t tile_cost = 2;      // what a tile costs besides its keys, in units
+    int32_t split_cost = 6;     // what a piece of a split tile costs, in units
 
     bool operator==(const PlanShape&) const = default;
 };
@@ -79,7 +81,9 @@ struct FirstPart {
     int32_t kv_len;
     TileKeys keys;
     TilePart part;
-    int32_t padding[5];
+    int32_t item_end;  // of the first item: part.unit_end, or the first multiple of piece_units
+    int32_t has_more;  // 0: the lane has this item alone
+    int32_t padding[3];
 };
 
 // Where a lane's ends cut tiles.
@@ -420,6 +424,20 @@ PAGETILE_HOST_DEVICE bool is_behind(const Position& at, const Position& end) {
     return at.row_tile > end.row_tile || (at.row_tile == end.row_tile && at.unit >= end.unit);
 }
 
+PAGETILE_HOST_DEVICE bool is_same_tile(const Position& a, const Position& b) {
+    return a.batch_idx == b.batch_idx && a.head == b.head && a.row_tile == b.row_tile;
+}
+
+// Where tiles are cut at multiples of piece_units, an item ends at the first of them.
+PAGETILE_HOST_DEVICE int32_t
+item_end(const PlanShape& shape, int32_t unit_begin, int32_t unit_end) {
+    if (shape.piece_units == 0) {
+        return unit_end;
+    }
+    const int32_t end = (unit_begin / shape.piece_units + 1) * shape.piece_units;
+    return end < unit_end ? end : unit_end;
+}
+
 // What the lane has of the tile at `at`; at.unit says where in the tile it begins. No pieces at all
 // (-1) where the keys that the plan gave to the lane are no longer there.
 PAGETILE_HOST_DEVICE TilePart tile_part(
@@ -432,9 +450,7 @@ PAGETILE_HOST_DEVICE TilePart tile_part(
 ) {
     const UnitSpan tile = units_of(keys);
     const bool begins_inside = at.unit != 0;
-    const bool is_last =
-        at.batch_idx == end.batch_idx && at.head == end.head && at.row_tile == end.row_tile;
-    const bool ends_inside = is_last && end.unit != kWholeTile;
+    const bool ends_inside = is_same_tile(at, end) && end.unit != kWholeTile;
     const bool is_cut = begins_inside || ends_inside;
     TilePart part;
     part.unit_begin = at.unit > tile.begin ? at.unit : tile.begin;
@@ -477,6 +493,9 @@ PAGETILE_HOST_DEVICE void work_out_first(
     work.first.kv_len = lengths.kv_len;
     work.first.keys = keys;
     work.first.part = part;
+    work.first.item_end = item_end(shape, part.unit_begin, part.unit_end);
+    work.first.has_more =
+        work.first.item_end < part.unit_end || !is_same_tile(work.begin, work.end) ? 1 : 0;
 }
 
 // Runs the whole plan serially. What make_plan does on CPU tensors.

@@ -92,6 +92,19 @@ inline int num_sms_of(Device device, const char* function) {
     });
 }
 
+// Whether thread blocks of a GPU can form clusters, with shared memory that all of them reach.
+inline bool has_clusters(Device device, const char* function) {
+    static AnswerOfDevice answers;
+    return answers.get(device, function, [&] {
+        int major = 0;
+        check_cuda(
+            cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index),
+            function
+        );
+        return major >= 9 ? 1 : 0;
+    }) != 0;
+}
+
 // Makes the tensors' device the current one, and puts the former one back.
 class DeviceGuard {
 public:

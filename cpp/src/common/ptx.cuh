@@ -28,6 +28,12 @@ __device__ __forceinline__ void cp_async_16_bytes_if(bool is_there, void* to, co
     );
 }
 
+// Waits until so many threads, whole warps, have come to one of the barriers 0 to 15. 0 is
+// __syncthreads'. (CUTLASS's function traps before 9.0.)
+__device__ __forceinline__ void sync_at_barrier(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Brings the 128 bytes around an address into the L2; an address that is none is ignored.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
@@ -42,6 +48,17 @@ __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter, uint32_t la
                  : "l"(counter), "r"(last)
                  : "memory");
     return before;
+}
+
+// Where a place in shared memory is in another thread block of the cluster.
+__device__ __forceinline__ void* place_in_cluster(void* here, int rank) {
+#if __CUDA_ARCH__ >= 900
+    void* there;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(rank));
+    return there;
+#else
+    return here;
+#endif
 }
 
 // 1 / x within one unit in the last place; subnormals count as 0.

@@ -97,7 +97,7 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
         kMaxKeys
     );
     step.max_seqlen_k = step.max_seqlen_k > 0 ? std::min(step.max_seqlen_k, capacity) : capacity;
-    PlanShape shape = plan_shape(step, num_sms(params.device));
+    PlanShape shape = plan_shape(step, gpu_of(params.device));
     shape.max_q_len = static_cast<int32_t>(params.total_q);
     const WorkspaceLayout layout =
         workspace_layout(shape, params.max_seqlen_q, params.head_dim, params.head_dim_v);
@@ -139,6 +139,8 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
     sm80::SplitKvParams p = {};
     p.shape = shape;
     p.plan = plan;
+    p.batch_per_lane =
+        (static_cast<uint32_t>(shape.batch) << 8) / static_cast<uint32_t>(shape.lanes);
     p.counters = reinterpret_cast<uint32_t*>(workspace);
     p.rows_max = reinterpret_cast<float2*>(workspace + layout.rows_max);
     p.rows_out = reinterpret_cast<float*>(workspace + layout.rows_out);
@@ -209,6 +211,8 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
     p.lse_row_stride = params.lse_row_stride;
     p.plan_waits = params.plan == nullptr;
     p.pdl = params.pdl && params.plan != nullptr;
+    // What the plan was made for is a bound, but not one that has been checked.
+    p.in_clusters = shape.in_clusters && params.total_q * shape.group <= shape.rows;
     sm80::launch_split_kv(p, params.kv_dtype, dims, params.device, stream);
 }
 

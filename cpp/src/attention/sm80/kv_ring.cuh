@@ -10,7 +10,6 @@
 
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/swizzle.hpp>
-#include <cutlass/arch/barrier.h>
 
 #include <cstdint>
 
@@ -88,21 +87,26 @@ public:
         return tile + ((key_warp - tile) & (kShape.key_warps - 1));
     }
 
-    // Looks up the first pages, before the wait for the kernels before. The list is at its first
-    // item, if it has one.
-    __device__ __forceinline__ void begin(bool has_item, const Item& item) {
-        is_done_ = !has_item;
+    // Looks up the first pages, before the wait for the kernels before. `item` is the first one, if
+    // there is one; only if `has_more` may the list have others.
+    __device__ __forceinline__ void begin(bool has_item, bool has_more, const Item& item) {
+        is_done_ = !has_more;
         if (has_item) {
             take_item(item);
+            has_ahead_ = ahead_.tile < ahead_.end_tile;
+            if (has_ahead_) {
+                look_up(ahead_.tile);
+            }
         }
-        fetch(ahead_.tile, nullptr);
     }
 
-    // The first copies.
+    // The first copies. The list is in shared memory, if it has more than one item.
     __device__ __forceinline__ void fill() {
 #pragma unroll 1
-        for (int stage = 0; stage < kStages; ++stage) {
-            copy_next(stage);
+        for (int stage = -1; stage < kStages; ++stage) {
+            if (stage >= 0) {
+                copy_next(stage);
+            }
             if (batch_is_over()) {
                 look_ahead(nullptr);
             }
@@ -160,9 +164,7 @@ private:
         if constexpr (kShape.row_warps == 1) {
             __syncwarp();
         } else {
-            cutlass::arch::NamedBarrier::sync(
-                32 * kShape.row_warps, static_cast<uint32_t>(key_warp_)
-            );
+            ptx::sync_at_barrier(1 + key_warp_, 32 * kShape.row_warps);
         }
     }
 
@@ -177,13 +179,13 @@ private:
         ahead_.end_key = item.keys.end;
         ahead_.kv_head = item.kv_head;
         table_ = params_.block_table + item.batch_idx * params_.block_table_stride;
-        kv_begin_ = item.sequence.kv_begin;
+        first_offset_ = params_.block_table == nullptr ? item.sequence.kv_begin : 0;
     }
 
     // Looks up the batch from `tile` on, of the same item or of one that comes later.
-    __device__ __forceinline__ void fetch(int tile_of_batch, const SequenceWindow* window) {
+    __device__ __forceinline__ void fetch(int tile, const SequenceWindow* window) {
         has_ahead_ = true;
-        ahead_.tile = tile_of_batch;
+        ahead_.tile = tile;
         while (ahead_.tile >= ahead_.end_tile) {
             if (is_done_ || !list_.next(params_, window)) {
                 is_done_ = true;
@@ -191,26 +193,27 @@ private:
                 return;
             }
             take_item(list_.item());
+            is_done_ = !list_.may_have_more();
         }
+        look_up(ahead_.tile);
+    }
+
+    // Asks for the pages from a tile on.
+    __device__ __forceinline__ void look_up(int first_tile) {
         const int granule_log2 = params_.granule_log2;
         const int granules_log2 = kKeysLog2 - granule_log2;  // of a tile
-        const int tile = ahead_.tile + (lane_ >> granules_log2) * kShape.key_warps;
+        const int tile = first_tile + (lane_ >> granules_log2) * kShape.key_warps;
         const int in_tile = lane_ & ((1 << granules_log2) - 1);
         const int key = tile * kKeys + (in_tile << granule_log2);
         const bool is_needed = tile < ahead_.end_tile && key < ahead_.end_key &&
                                key + (1 << granule_log2) > ahead_.first_key;
-        ahead_.page = -1;
-        ahead_.offset = 0;
-        if (is_needed) {
-            if (params_.block_table == nullptr) [[unlikely]] {
-                ahead_.page = 0;
-                ahead_.offset = kv_begin_ + key;
-            } else {
-                uint32_t offset;
-                const uint32_t index = params_.page_size(offset, static_cast<uint32_t>(key));
-                ahead_.page = table_[index];  // nobody waits for it here
-                ahead_.offset = static_cast<int32_t>(offset);
-            }
+        uint32_t offset;
+        const uint32_t index = params_.page_size(offset, static_cast<uint32_t>(key));
+        const bool has_pages = params_.block_table != nullptr;
+        ahead_.page = is_needed ? 0 : -1;
+        ahead_.offset = has_pages ? static_cast<int32_t>(offset) : first_offset_ + key;
+        if (is_needed && has_pages) {
+            ahead_.page = table_[index];  // nobody waits for it here
         }
     }
 
@@ -291,8 +294,7 @@ private:
                 group,
                 row_warp_,
             };
-            copy_some<KLayout, kRowBytesK>(params_, params_.kv[0], some, to);
-            copy_some<VLayout, kRowBytesV>(params_, params_.kv[1], some, to + kKeys * kRowBytesK);
+            copy_some(params_, some, to);
         }
     }
 
@@ -341,9 +343,16 @@ private:
 
     // Small pages, the ends of what is visible, other alignments, rows in chunks. Out of the way of
     // the loop: instructions that are jumped over are fetched, too.
-    template <class Layout, int kRowBytes>
     static __device__ __noinline__ void copy_some(
-        const SplitKvParams& params, const KvSide& side, Some some, char* to
+        const SplitKvParams& params, Some some, char* to
+    ) {
+        copy_some_rows<KLayout, kRowBytesK>(params, params.kv[0], some, to);
+        copy_some_rows<VLayout, kRowBytesV>(params, params.kv[1], some, to + kKeys * kRowBytesK);
+    }
+
+    template <class Layout, int kRowBytes>
+    static __device__ __forceinline__ void copy_some_rows(
+        const SplitKvParams& params, const KvSide& side, const Some& some, char* to
     ) {
         static constexpr int kElement = Config::kElementBytes;
         static constexpr int kChunks = kRowBytes / 16;
@@ -411,7 +420,7 @@ private:
     Batch now_ = {-1, 0, 0, 0, 0, 0, 0};
     Batch ahead_ = {-1, 0, 0, 0, 0, 0, 0};
     const int32_t* table_ = nullptr;
-    int32_t kv_begin_ = 0;
+    int32_t first_offset_ = 0;  // where there are no pages: of the sequence's first key
 };
 
 }  // namespace pagetile::sm80

@@ -44,6 +44,14 @@ public:
         RowSum sums[kShape.key_warps][kRows];
     };
 
+    // Where the pieces of rows meet if their CTAs are one cluster: piece i's is the i-th. Row r is
+    // summed by the CTA of piece r % pieces.
+    struct Meeting {
+        float4 out[kRows + 7][kVectors];
+        RowSum sums[kRows + 7];
+    };
+
+    // Best before the CTA meets: what is read of the item is then there when it is needed.
     __device__ Merge(const SplitKvParams& params, const Item& item, int chain, Storage& storage)
         : params_(params), item_(item), storage_(storage), chain_(chain) {
         rows_ = min(max(num_rows(params, item) - item.row_tile * kRows, 0), kRows);
@@ -80,8 +88,8 @@ public:
     }
 
     // All warps, after they have met; each has its rows. The pieces of a row meet in the workspace:
-    // the warp that counts the last one sums them.
-    __device__ __forceinline__ void run() const {
+    // the warp that counts the last one sums them. Or in a cluster, if a meeting is given.
+    __device__ __forceinline__ void run(Meeting* meeting) const {
         const int warp = static_cast<int>(threadIdx.x / 32);
         const int lane = static_cast<int>(threadIdx.x % 32);
         const bool is_whole = item_.part.pieces <= 1;
@@ -89,13 +97,16 @@ public:
 #pragma unroll
             for (int first_vector = 0; first_vector < kVectors; first_vector += 32) {
                 if (first_vector + lane < kVectors) {
-                    merge_row(row, first_vector + lane, is_whole);
+                    merge_row(row, first_vector + lane, is_whole, meeting);
                 }
             }
         }
-        if (is_whole || warp >= rows_) {
+        if (is_whole || warp >= rows_ || meeting != nullptr) {
             return;
         }
+        // Before the count is known, for nothing but loads to follow it.
+        Pieces pieces = pieces_of(warp);
+        Target target = target_of(params_, item_, warp);
         __syncwarp();
         bool is_last = false;
         if (lane == 0) {
@@ -104,10 +115,52 @@ public:
             is_last =
                 ptx::count_arrival(params_.counters + tile * kCountersPerTile + warp, last) == last;
         }
-        if (__any_sync(kWarp, is_last)) {
-            for (int row = warp; row < rows_; row += kWarps) {
-                sum_pieces(row);
+        if (!__any_sync(kWarp, is_last)) {
+            return;
+        }
+        int row = warp;
+#pragma unroll 1
+        do {
+            sum_pieces(pieces, target);
+            row += kWarps;
+            pieces = pieces_of(row);
+            target = target_of(params_, item_, row);
+        } while (row < rows_);
+    }
+
+    // After the cluster has met: this CTA's rows.
+    __device__ __forceinline__ void sum_meeting(const Meeting& meeting) const {
+        const int pieces = item_.part.pieces;
+        if (pieces <= 1) {
+            return;
+        }
+        const int lane = static_cast<int>(threadIdx.x % 32);
+        int first = static_cast<int>(threadIdx.x / 32) * pieces;
+        for (int row = first + item_.part.piece; row < rows_; row += kWarps * pieces) {
+            const Target target = target_of(params_, item_, row);
+            RowSum sum = {-kInfinity, 0.0f};
+            for (int i = 0; i < pieces; ++i) {
+                sum.x = fmaxf(sum.x, meeting.sums[first + i].x);
             }
+#pragma unroll
+            for (int first_vector = 0; first_vector < kVectors; first_vector += 32) {
+                const int vector = first_vector + lane;
+                if (vector < kVectors) {
+                    RowSum of_all = {sum.x, 0.0f};
+                    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+                    for (int i = 0; i < kClusterLanes; ++i) {
+                        if (i < pieces) {
+                            const RowSum part = meeting.sums[first + i];
+                            const float factor = weight_of(part, sum.x);
+                            of_all.y = fmaf(factor, part.y, of_all.y);
+                            add_scaled(out, factor, meeting.out[first + i][vector]);
+                        }
+                    }
+                    write(params_, item_, target, vector, of_all, out);
+                }
+            }
+            first += kWarps * pieces;
         }
     }
 
@@ -115,8 +168,27 @@ private:
     static constexpr int kWarps = kThreads / 32;
     static_assert(kWarps <= kCountersPerTile);
 
+    // Where a row's pieces are in the workspace: the first one, the second one, others at even steps
+    // from that. In bytes.
+    struct Pieces {
+        const char* out_first;
+        const char* out_second;
+        int64_t out_step;
+        const char* sum_first;
+        const char* sum_second;
+        int64_t sum_step;
+    };
+
+    // Where a row's result belongs.
+    struct Target {
+        int64_t token;
+        int32_t head;
+    };
+
     // What the warps have of four elements of a row.
-    __device__ __forceinline__ void merge_row(int row, int vector, bool is_whole) const {
+    __device__ __forceinline__ void merge_row(
+        int row, int vector, bool is_whole, Meeting* meeting
+    ) const {
         RowSum sum = {-kInfinity, 0.0f};
 #pragma unroll
         for (int w = 0; w < kShape.key_warps; ++w) {
@@ -133,17 +205,28 @@ private:
             );
         }
         if (is_whole) {
-            write(params_, item_, row, vector, sum, out);
+            write(params_, item_, target_of(params_, item_, row), vector, sum, out);
             return;
         }
-        __stcg(piece_out(item_.part.piece, row) + vector, out);
+        if (meeting != nullptr) {
+            const int at = row / item_.part.pieces * item_.part.pieces + item_.part.piece;
+            auto* there =
+                static_cast<Meeting*>(ptx::place_in_cluster(meeting, row % item_.part.pieces));
+            there->out[at][vector] = out;
+            if (vector == 0) {
+                there->sums[at] = sum;
+            }
+            return;
+        }
+        const int64_t slot = slot_row(item_.part.piece, row);
+        __stcg(reinterpret_cast<float4*>(params_.rows_out) + slot * kVectors + vector, out);
         if (vector == 0) {
-            __stcg(piece_sum(item_.part.piece, row), sum);
+            __stcg(params_.rows_max + slot, sum);
         }
     }
 
     // A warp's work: the pieces of a row, in their order.
-    __device__ __forceinline__ void sum_pieces(int row) const {
+    __device__ __forceinline__ void sum_pieces(const Pieces& at, const Target& target) const {
         static constexpr int kAtOnce = 16;  // loads in flight
         const int lane = static_cast<int>(threadIdx.x % 32);
         const int pieces = item_.part.pieces;
@@ -154,31 +237,29 @@ private:
             RowSum mine = {-kInfinity, 0.0f};  // of piece first + lane, every second time
             RowSum sum = {-kInfinity, 0.0f};
             float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            const char* from = at.out_first + vector * 16;
 #pragma unroll 1
             for (int first = 0; first < pieces; first += kAtOnce) {
                 if (first % 32 == 0) {
-                    mine = load_sum(first + lane, row);
+                    mine = load_sum(at, first + lane);
                 }
                 float4 parts[kAtOnce];
-                const float4* from = piece_out(first, row) + vector;
-                const int64_t stride = piece_out(first + 2, row) - piece_out(first + 1, row);
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {
                     parts[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                    if (i == 1) {
-                        from = piece_out(first + 1, row) + vector;
-                    }
                     if (has_vector && first + i < pieces) {
-                        parts[i] = __ldcg(from);
+                        parts[i] = __ldcg(reinterpret_cast<const float4*>(from));
                     }
-                    from += stride;
+                    from = i == 0 && first == 0 ? at.out_second + vector * 16 : from + at.out_step;
                 }
                 if (first == 0) {
                     // The loads are on their way.
                     sum.x = mine.x;
+#pragma unroll 1
                     for (int piece = lane + 32; piece < pieces; piece += 32) {
-                        sum.x = fmaxf(sum.x, load_sum(piece, row).x);
+                        sum.x = fmaxf(sum.x, load_sum(at, piece).x);
                     }
+#pragma unroll
                     for (int other = 1; other < 32; other *= 2) {
                         sum.x = fmaxf(sum.x, __shfl_xor_sync(kWarp, sum.x, other));
                     }
@@ -192,44 +273,63 @@ private:
                 }
             }
             if (has_vector) {
-                write(params_, item_, row, vector, sum, out);
+                write(params_, item_, target, vector, sum, out);
             }
         }
     }
 
-    __device__ RowSum load_sum(int piece, int row) const {
-        return piece < item_.part.pieces ? __ldcg(piece_sum(piece, row))
-                                         : make_float2(-kInfinity, 0.0f);
-    }
-
+    // Rows of slots, from the workspace's beginning.
     __device__ int64_t slot_row(int piece, int row) const {
         const int slot =
             slot_of(params_.shape, item_.part.place, piece) * params_.shape.chains + chain_;
         return static_cast<int64_t>(slot) * params_.slot_rows + row;
     }
 
-    __device__ float4* piece_out(int piece, int row) const {
-        return reinterpret_cast<float4*>(params_.rows_out) + slot_row(piece, row) * kVectors;
+    __device__ __forceinline__ Pieces pieces_of(int row) const {
+        static constexpr int kOutBytes = kVectors * 16;
+        static constexpr int kSumBytes = sizeof(RowSum);
+        const int64_t first = slot_row(0, row);
+        const int64_t second = slot_row(1, row);
+        const int64_t step = slot_row(2, row) - second;
+        const auto* outs = reinterpret_cast<const char*>(params_.rows_out);
+        const auto* sums = reinterpret_cast<const char*>(params_.rows_max);
+        return {
+            outs + first * kOutBytes,
+            outs + second * kOutBytes,
+            step * kOutBytes,
+            sums + first * kSumBytes,
+            sums + second * kSumBytes,
+            step * kSumBytes,
+        };
     }
 
-    __device__ RowSum* piece_sum(int piece, int row) const {
-        return params_.rows_max + slot_row(piece, row);
+    __device__ RowSum load_sum(const Pieces& at, int piece) const {
+        if (piece >= item_.part.pieces) {
+            return make_float2(-kInfinity, 0.0f);
+        }
+        const char* from = piece == 0 ? at.sum_first : at.sum_second + (piece - 1) * at.sum_step;
+        return __ldcg(reinterpret_cast<const RowSum*>(from));
+    }
+
+    static __device__ __forceinline__ Target
+    target_of(const SplitKvParams& params, const Item& item, int row_of_tile) {
+        const Row row = find_row(params, item, item.row_tile * kRows + row_of_tile);
+        return {item.sequence.q_begin + row.token, row.head};
     }
 
     // Four elements of a row's result; its first thread writes the log-sum-exp.
     static __device__ __forceinline__ void write(
         const SplitKvParams& params,
         const Item& item,
-        int row_of_tile,
+        const Target& target,
         int vector,
         RowSum sum,
         float4 out
     ) {
-        const Row row = find_row(params, item, item.row_tile * kRows + row_of_tile);
-        const int64_t token = item.sequence.q_begin + row.token;
+        const int64_t token = target.token;
         float factor = 1.0f;
         if (params.sinks != nullptr) {
-            const float sink = read_sink(params, row.head) * kLog2e;
+            const float sink = read_sink(params, target.head) * kLog2e;
             const float largest = fmaxf(sum.x, sink);
             if (largest != -kInfinity) {
                 factor = weight_of(sum, largest);
@@ -243,12 +343,13 @@ private:
             factor *= scale_at(params.v_scale, item);
         }
         if (vector == 0 && params.softmax_lse != nullptr) {
-            params.softmax_lse[row.head * params.lse_head_stride + token * params.lse_row_stride] =
+            params
+                .softmax_lse[target.head * params.lse_head_stride + token * params.lse_row_stride] =
                 is_empty ? -kInfinity : (sum.x + log2f(sum.y)) * kLn2;
         }
         const float values[4] = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
         const int64_t at =
-            token * params.out_row_stride + row.head * params.out_head_stride + vector * 4;
+            token * params.out_row_stride + target.head * params.out_head_stride + vector * 4;
         if (vector * 4 >= params.head_dim_v) {
             return;
         }
@@ -298,7 +399,7 @@ private:
     }
 
     const SplitKvParams& params_;
-    const Item& item_;
+    const Item item_;
     Storage& storage_;
     int chain_;
     int rows_;

@@ -84,10 +84,16 @@ struct QueryTile {
             if (params.q_is_aligned) [[likely]] {
                 ptx::cp_async_16_bytes_if(is_there, to, is_there ? from : params.q);
             } else {
-                for (int b = 0; b < 16; ++b) {
-                    to[b] = is_there && byte + b < row_bytes ? from[b] : char{0};
-                }
+                copy_bytes(to, from, is_there ? row_bytes - byte : 0);
             }
+        }
+    }
+
+private:
+    // The first `count` of 16 bytes; the others are 0.
+    static __device__ __noinline__ void copy_bytes(char* to, const char* from, int count) {
+        for (int b = 0; b < 16; ++b) {
+            to[b] = b < count ? from[b] : char{0};
         }
     }
 };

@@ -8,6 +8,8 @@
 #include "attention/sm80/queries.cuh"
 #include "attention/sm80/softmax.cuh"
 
+#include <cute/arch/cluster_sm90.hpp>
+
 namespace pagetile::sm80 {
 
 // One instance of the kernel. Stored is Math, or an fp8 type with fp16 as Math.
@@ -20,7 +22,8 @@ struct Config {
     static constexpr int kRows = kRows_;
     static constexpr int kElementBytes = sizeof(Stored);
     static constexpr TileShape kShape =
-        tile_shape(kHeadDim, kHeadDimV, kElementBytes, kRows, max_shared_memory(kArch));
+        tile_shape(kHeadDim, kHeadDimV, kElementBytes, kRows, kArch);
+    static constexpr bool kMeetsInClusters = meets_in_clusters(kShape, kArch);
     static_assert(kShape.rows() == kRows && kShape.stages > 0);
     using KLayout = RowLayout<kShape.keys, kHeadDim * kElementBytes>;
     using VLayout = RowLayout<kShape.keys, kHeadDimV * kElementBytes>;
@@ -58,33 +61,50 @@ public:
         const int key_warp = warp / kShape.row_warps;
         const int row_warp = warp % kShape.row_warps;
         uint32_t chain;
-        const auto lane =
-            static_cast<int32_t>(params.chains(chain, static_cast<uint32_t>(blockIdx.x)));
+        auto lane = static_cast<int32_t>(params.chains(chain, static_cast<uint32_t>(blockIdx.x)));
+        const bool in_cluster = Config::kMeetsInClusters && params.in_clusters;
+        if (in_cluster) {
+            cute::cluster_arrive_relaxed();
+            chain = blockIdx.x / kClusterLanes;
+            lane = static_cast<int32_t>(blockIdx.x % kClusterLanes);
+        }
         auto* queries_of = reinterpret_cast<QueryTile<Config>*>(
             dynamic_shared + kShape.key_warps * kRingBytes
         );  // of the item and the next one
         auto& storage = *reinterpret_cast<typename MergeOf::Storage*>(queries_of + 2);
+        auto& meeting = *reinterpret_cast<typename MergeOf::Meeting*>(&storage + 1);
 
         if (params.plan_waits) {
             ptx::wait_for_dependencies();
         }
-        List& ahead = shared.ahead[warp];
-        Item first;
-        const bool has_work = ahead.begin(params, static_cast<int32_t>(chain), lane, first);
-        RawSequence coming = {};
-        if (warp == kScout) {
-            shared.list = ahead;
-            const auto batch_idx = first.batch_idx + static_cast<int32_t>(threadIdx.x % 32);
-            if (has_work && batch_idx < params.shape.batch) {
-                coming = fetch_sequence(params, batch_idx);
-            }
+        List list;
+        NearbySequences nearby;
+        bool has_work = list.begin(params, static_cast<int32_t>(chain), lane, nearby);
+        if (!has_work) [[unlikely]] {
+            has_work = shared.ahead[warp].begin_anew(params, static_cast<int32_t>(chain), lane);
+            list = shared.ahead[warp];
+            __syncwarp();
         }
+        const Item& first = list.item();
+        bool has_more = has_work && list.may_have_more();
         RingOf ring(
-            params, ahead, shared.window, dynamic_shared + key_warp * kRingBytes, key_warp, row_warp
+            params,
+            shared.ahead[warp],
+            shared.window,
+            dynamic_shared + key_warp * kRingBytes,
+            key_warp,
+            row_warp
         );
-        ring.begin(has_work, first);
+        ring.begin(has_work, has_more, first);
+        if (has_more) {
+            list.store(shared.ahead[warp]);
+        }
         if (warp == kScout) {
             shared.items[0] = first;
+            if (has_more) {
+                list.store(shared.list);
+                shared.window.store(nearby);
+            }
         }
         if (params.pdl) {
             ptx::wait_for_dependencies();
@@ -95,14 +115,11 @@ public:
         }
         cute::cp_async_fence();
         ring.fill();
-        if (warp == kScout && has_work) {
-            shared.window.store(params, first.batch_idx, coming);
-        }
         cute::cp_async_wait<kShape.stages>();  // the queries are there
         __syncthreads();
-        // The parameters that are needed last, too, before somebody waits for them.
-        ptx::prefetch_l2(params.counters);
-        ptx::prefetch_l2(params.out);
+        if (in_cluster) {
+            cute::cluster_wait();  // all of it runs: its shared memory can be written
+        }
 
         bool has_item = has_work;
         for (int turn = 0; has_item; turn ^= 1) {
@@ -112,42 +129,65 @@ public:
             typename SoftmaxOf::Output out = {};
             queries.load(params, item, queries_of[turn], row_warp);
             softmax.begin();
-            if (warp == kScout) {
-                find_next(params, shared, turn ^ 1, queries_of[turn ^ 1]);
-            }
-            attend(params, item, queries, key_warp, row_warp, ring, softmax, out);
+            bool looks = warp == kScout;
+            const auto look = [&] {
+                if (looks) {
+                    has_more = find_next(params, shared, has_more, turn ^ 1, queries_of[turn ^ 1]);
+                    looks = false;
+                }
+            };
+            attend(params, item, queries, key_warp, row_warp, ring, softmax, out, look);
+            look();  // there was no tile for this warp
             if (warp == kScout) {
                 ring.wait_for_others(item);
             }
             softmax.finish();
             MergeOf::leave(storage, key_warp, row_warp, softmax, out);
+            const MergeOf merge(params, item, static_cast<int>(chain), storage);
             __syncthreads();
-            MergeOf(params, item, static_cast<int>(chain), storage).run();
+            merge.run(in_cluster ? &meeting : nullptr);
             has_item = shared.has_next;
             if (has_item) {
                 __syncthreads();  // the storage is free again
             }
         }
         ring.drain();
+        if constexpr (Config::kMeetsInClusters) {
+            if (in_cluster) {
+                cute::cluster_arrive();
+                cute::cluster_wait();
+                if (has_work) {
+                    MergeOf(params, shared.items[0], static_cast<int>(chain), storage)
+                        .sum_meeting(meeting);
+                }
+            }
+        }
     }
 
 private:
     // One warp finds the next item while all work at this one, and calls for its queries, in the
-    // same cp.async group as the next tile of its ring.
-    static __device__ __forceinline__ void find_next(
-        const SplitKvParams& params, Shared& shared, int turn, QueryTile<Config>& queries
+    // same cp.async group as the next tile of its ring. Whether there may be more behind it.
+    static __device__ __noinline__ bool find_next(
+        const SplitKvParams& params,
+        Shared& shared,
+        bool has_more,
+        int turn,
+        QueryTile<Config>& queries
     ) {
-        const bool has_item =
-            shared.list.may_have_more() && shared.list.next(params, &shared.window);
+        const bool has_item = has_more && shared.list.next(params, &shared.window);
         shared.has_next = has_item;
-        if (has_item) {
-            const Item& item = shared.list.item();
-            shared.items[turn] = item;
-            __syncwarp();
-            queries.load(params, item, static_cast<int>(threadIdx.x % 32), 32);
+        if (!has_item) {
+            return false;
         }
+        const Item& item = shared.list.item();
+        shared.items[turn] = item;
+        __syncwarp();
+        queries.load(params, item, static_cast<int>(threadIdx.x % 32), 32);
+        return shared.list.may_have_more();
     }
 
+    // Between the first tile and the copies that take its place: look().
+    template <class Look>
     static __device__ __forceinline__ void attend(
         const SplitKvParams& params,
         const Item& item,
@@ -156,7 +196,8 @@ private:
         int row_warp,
         RingOf& ring,
         SoftmaxOf& softmax,
-        typename SoftmaxOf::Output& out
+        typename SoftmaxOf::Output& out,
+        Look look
     ) {
         // Keys that all rows see need no mask.
         const int all_begin = item.keys.all_begin;
@@ -196,6 +237,7 @@ private:
             } else {
                 multiply_values(v_tile, weights, out);
             }
+            look();
             ring.release();
         }
     }

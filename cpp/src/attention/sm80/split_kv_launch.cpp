@@ -27,7 +27,8 @@ const void* find_instance(DType kv_dtype, HeadDims dims, int rows) {
 struct Launch {
     std::atomic<int> threads;  // 0: not asked yet
     std::atomic<int> shared_memory;
-    std::atomic<bool> can_wait;  // code of its own for programmatic launches
+    std::atomic<bool> is_hopper;  // has code for programmatic launches
+    std::atomic<bool> has_clusters;
 };
 
 constexpr int kInstances = 4 * 8 * 4;
@@ -43,6 +44,38 @@ Launch& launch_of(DType kv_dtype, HeadDims dims, int rows, Device device) {
     return launches[device.index][(type * 8 + dim) * 4 + rows / 16];
 }
 
+cudaLaunchAttribute programmatic_launch() {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    return attribute;
+}
+
+cudaLaunchAttribute clusters() {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = kClusterLanes;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    return attribute;
+}
+
+// Whether a cluster of the kernel fits anywhere on the device: not on a small slice of a GPU.
+bool fits_clusters(const void* kernel, int threads, int shared_memory) {
+    cudaLaunchAttribute attribute = clusters();
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(kClusterLanes);
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_memory);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int count = 0;
+    if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
+        cudaGetLastError();  // or the next call would report it
+        return false;
+    }
+    return count > 0;
+}
+
 void prepare(
     Launch& launch, const void* kernel, HeadDims dims, int element_bytes, int rows, Device device
 ) {
@@ -50,23 +83,25 @@ void prepare(
     cudaFuncAttributes attributes;
     check_launch(cudaFuncGetAttributes(&attributes, kernel), kFunction, device);
     // The code may be older than the GPU: PTX, compiled by the driver.
-    const int limit = max_shared_memory(attributes.ptxVersion * 10);
-    const TileShape shape = tile_shape(dims.k, dims.v, element_bytes, rows, limit);
-    const int bytes = shared_memory(shape, dims.k, dims.v, element_bytes);
+    const int arch = attributes.ptxVersion * 10;
+    const TileShape shape = tile_shape(dims.k, dims.v, element_bytes, rows, arch);
+    const int bytes = shared_memory(shape, dims.k, dims.v, element_bytes, arch);
     check_launch(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         kFunction,
         device
     );
     launch.shared_memory = bytes;
-    launch.can_wait = attributes.ptxVersion >= 90;
+    launch.is_hopper = attributes.ptxVersion >= 90;
+    launch.has_clusters =
+        meets_in_clusters(shape, arch) && fits_clusters(kernel, shape.num_threads(), bytes);
     launch.threads.store(shape.num_threads(), std::memory_order_release);
 }
 
 }  // namespace
 
 void launch_split_kv(
-    const SplitKvParams& params, DType kv_dtype, HeadDims dims, Device device, cudaStream_t stream
+    SplitKvParams& params, DType kv_dtype, HeadDims dims, Device device, cudaStream_t stream
 ) {
     const int rows = params.shape.rows;
     const void* kernel = find_instance(kv_dtype, dims, rows);
@@ -74,18 +109,22 @@ void launch_split_kv(
     if (launch.threads.load(std::memory_order_acquire) == 0) {
         prepare(launch, kernel, dims, static_cast<int>(dtype_size(kv_dtype)), rows, device);
     }
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    params.in_clusters = params.in_clusters && launch.has_clusters.load(std::memory_order_relaxed);
+    cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};
+    config.attrs = attributes;
+    if ((params.pdl || params.plan_waits) && launch.is_hopper.load(std::memory_order_relaxed)) {
+        attributes[config.numAttrs++] = programmatic_launch();
+    }
+    if (params.in_clusters) {
+        attributes[config.numAttrs++] = clusters();
+    }
     config.gridDim = dim3(static_cast<unsigned>(params.shape.chains * params.shape.lanes));
     config.blockDim = dim3(static_cast<unsigned>(launch.threads.load(std::memory_order_relaxed)));
     config.dynamicSmemBytes =
         static_cast<size_t>(launch.shared_memory.load(std::memory_order_relaxed));
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = (params.pdl || params.plan_waits) && launch.can_wait ? 1 : 0;
-    void* arguments[] = {const_cast<SplitKvParams*>(&params)};
+    void* arguments[] = {&params};
     check_launch(cudaLaunchKernelExC(&config, kernel, arguments), kFunction, device);
 }
 

@@ -16,7 +16,7 @@ const void* split_kv_float_e4m3_t(HeadDims dims, int rows);
 const void* split_kv_float_e5m2_t(HeadDims dims, int rows);
 
 void launch_split_kv(
-    const SplitKvParams& params, DType kv_dtype, HeadDims dims, Device device, cudaStream_t stream
+    SplitKvParams& params, DType kv_dtype, HeadDims dims, Device device, cudaStream_t stream
 );
 
 }  // namespace pagetile::sm80

@@ -26,10 +26,12 @@ struct KvSide {
 // constant cache.
 struct SplitKvParams {
     // Schedule
-    bool plan_waits;  // the plan is written by a kernel before this one
-    bool pdl;         // or only queries, keys and values are
+    bool plan_waits;   // the plan is written by a kernel before this one
+    bool pdl;          // or only queries, keys and values are
+    bool in_clusters;  // as the plan's shape says
     FastDivide chains;
-    const LaneWork* plan;  // [shape.lanes]
+    const LaneWork* plan;     // [shape.lanes]
+    uint32_t batch_per_lane;  // in 1/256, to guess by
 
     // Sequences
     const int32_t* cu_seqlens_q;

@@ -36,10 +36,20 @@ constexpr int merge_bytes(const TileShape& shape, int head_dim_v) {
     return shape.key_warps * shape.rows() * row + 16;
 }
 
+// Where the pieces of rows meet in a cluster's shared memory. A thread block has the rows of its
+// share from all pieces: at most 7 more than there are rows.
+constexpr bool meets_in_clusters(const TileShape& shape, int arch) {
+    return arch >= 900 && shape.rows() == 8;
+}
+
+constexpr int meeting_bytes(const TileShape& shape, int head_dim_v, int arch) {
+    return meets_in_clusters(shape, arch) ? (shape.rows() + 7) * (head_dim_v * 4 + 8) : 0;
+}
+
 // The warps' lists of work, at most; the rings follow at the next multiple of 128 bytes. (A ring at
 // an odd multiple of 16 takes copies at 3.7 TB/s instead of 4.4, H200.)
 constexpr int list_bytes(const TileShape& shape) {
-    return ((shape.key_warps * shape.row_warps + 1) * 136 + 660 + 127) / 128 * 128;
+    return ((shape.key_warps * shape.row_warps + 1) * 144 + 660 + 127) / 128 * 128;
 }
 
 // The queries of an item and of the next one, 16 bits an element.
@@ -52,19 +62,21 @@ constexpr int stage_bytes(const TileShape& shape, int head_dim, int head_dim_v, 
 }
 
 constexpr int shared_memory(
-    const TileShape& shape, int head_dim, int head_dim_v, int element_bytes
+    const TileShape& shape, int head_dim, int head_dim_v, int element_bytes, int arch
 ) {
     return shape.key_warps * shape.stages *
                stage_bytes(shape, head_dim, head_dim_v, element_bytes) +
-           query_bytes(shape, head_dim) + merge_bytes(shape, head_dim_v);
+           query_bytes(shape, head_dim) + merge_bytes(shape, head_dim_v) +
+           meeting_bytes(shape, head_dim_v, arch);
 }
 
 // H200, docs/kernels/attention_decode.md: eight warps with rings of their own and 128 KB in flight
 // take what the memory gives; four warps suffice where a stage is 12 KB or more; two row warps beat
 // one with twice the rows (32 rows of 128: 492 us against 538).
 constexpr TileShape tile_shape(
-    int head_dim, int head_dim_v, int element_bytes, int rows, int shared_memory_limit
+    int head_dim, int head_dim_v, int element_bytes, int rows, int arch
 ) {
+    const int shared_memory_limit = max_shared_memory(arch);
     TileShape shape = {};
     shape.row_steps = rows >= 16 && head_dim_v <= 128 && head_dim <= 128 ? 2 : 1;
     shape.row_warps = rows / 8 / shape.row_steps;
@@ -82,8 +94,9 @@ constexpr TileShape tile_shape(
             }
             const int ring =
                 shape.key_warps * stage_bytes(shape, head_dim, head_dim_v, element_bytes);
-            const int others =
-                list_bytes(shape) + query_bytes(shape, head_dim) + merge_bytes(shape, head_dim_v);
+            const int others = list_bytes(shape) + query_bytes(shape, head_dim) +
+                               merge_bytes(shape, head_dim_v) +
+                               meeting_bytes(shape, head_dim_v, arch);
             const int stages = (shared_memory_limit - others) / ring;
             if (stages >= least_stages) {
                 // 128 KB in flight saturate the memory; more wins nothing (H200).

@@ -98,77 +98,96 @@ __device__ __forceinline__ Sequence take(const Sequence& of_lane, int lane) {
     };
 }
 
-// The sequences that a CTA comes to first, in shared memory: a load from global memory would wait for
-// all the keys and values that were called for before it.
+// One sequence for each lane of a warp, in a row.
+struct NearbySequences {
+    int32_t first;
+    Sequence of_lane;
+
+    // Those around where a lane of the plan begins if sequences are alike: read before the plan says
+    // where it does begin.
+    static __device__ __forceinline__ NearbySequences
+    load(const SplitKvParams& params, int32_t lane) {
+        const auto guess =
+            static_cast<int32_t>((static_cast<uint32_t>(lane) * params.batch_per_lane) >> 8);
+        const auto me = static_cast<int32_t>(threadIdx.x % 32);
+        NearbySequences nearby;
+        nearby.first = max(min(guess - 8, params.shape.batch - 32), 0);
+        nearby.of_lane = load_sequence(params, min(nearby.first + me, params.shape.batch - 1));
+        return nearby;
+    }
+};
+
+// In shared memory, for what comes next: a load from global memory would wait for all the keys and
+// values that were called for before it.
 struct SequenceWindow {
     static constexpr int kSize = 32;
 
     int32_t first;
     Sequence sequences[kSize];
 
-    // By a warp: sequence `batch_idx` of its first lane and those of the others.
-    __device__ void store(const SplitKvParams& params, int32_t batch_idx, const RawSequence& raw) {
-        const auto me = static_cast<int32_t>(threadIdx.x % 32);
-        first = batch_idx;
-        sequences[me] = make_sequence(params, raw);
+    // By a warp.
+    __device__ void store(const NearbySequences& nearby) {
+        first = nearby.first;
+        sequences[threadIdx.x % 32] = nearby.of_lane;
+        __syncwarp();
     }
 };
 
-// Lives in shared memory, one for a warp: it is asked for the next item once in thousands of
-// instructions and would else hold fifty registers. All lanes of the warp write the same values.
+// Begun in registers. If there is more than the first item, it then lives in shared memory, one for a
+// warp: it is asked for the next item once in thousands of instructions and would else hold fifty
+// registers.
 template <int kRows>
-class WorkList {
+class alignas(16) WorkList {
 public:
-    // Stands at the lane's first item; false if there is none. `item` is that item.
+    // Reads the lane. True: item() is its first item, as the plan worked it out. False: if there is
+    // one, begin_anew() finds it.
     __device__ __forceinline__ bool begin(
-        const SplitKvParams& params, int32_t chain, int32_t lane, Item& item
+        const SplitKvParams& params, int32_t chain, int32_t lane, NearbySequences& nearby
     ) {
-        // In a small batch, where every latency shows, the first sequence is read before it is known
-        // which one it is.
-        const auto me = static_cast<int32_t>(threadIdx.x % 32);
-        Sequence guess = {0, 0, 0, 0};
-        if (me < params.shape.batch) {
-            guess = load_sequence(params, me);
+        const LaneWork work = load_lane(params, lane);
+        nearby = NearbySequences::load(params, lane);
+        const int32_t place = work.begin.batch_idx - nearby.first;
+        const Sequence sequence = take(nearby.of_lane, place % 32);
+        stand_at(work, chain, lane);
+        item_ = {
+            work.begin.batch_idx,
+            work.begin.head * params.shape.chains + chain,
+            work.begin.row_tile,
+            sequence,
+            work.first.keys,
+            work.first.part,
+        };
+        item_.part.unit_end = work.first.item_end;
+        rest_ = {work.first.item_end, work.first.part.unit_end};
+        has_begun_ = true;
+        // The plan may have been made for other lengths.
+        return static_cast<uint32_t>(place) < 32 && work.first.q_len == sequence.q_len &&
+               work.first.kv_len == sequence.kv_len;
+    }
+
+    // In shared memory. False if the lane has no item.
+    __device__ __noinline__ bool begin_anew(
+        const SplitKvParams& params, int32_t chain, int32_t lane
+    ) {
+        WorkList here;
+        here.stand_at(load_lane(params, lane), chain, lane);
+        here.rest_ = {0, 0};
+        here.has_begun_ = false;
+        here.item_ = {};
+        if (here.at_.batch_idx < params.shape.batch) {
+            here.item_.sequence = load_sequence(params, here.at_.batch_idx);
         }
-        LaneWork work;
-        const auto* from = reinterpret_cast<const int4*>(params.plan + lane);
-        auto* to = reinterpret_cast<int4*>(&work);
-#pragma unroll
-        for (size_t i = 0; i < sizeof(LaneWork) / sizeof(int4); ++i) {
-            to[i] = from[i];
-        }
-        const int32_t batch_idx = work.begin.batch_idx;
-        Sequence sequence = take(guess, batch_idx % 32);
-        if (batch_idx >= 32 && batch_idx < params.shape.batch) {
-            sequence = load_sequence(params, batch_idx);
-        }
-        at_ = work.begin;
-        end_ = work.end;
-        cuts_ = work.cuts;
-        chain_ = chain;
-        lane_ = lane;
-        if (work.first.q_len == sequence.q_len && work.first.kv_len == sequence.kv_len) [[likely]] {
-            item = {
-                batch_idx,
-                work.begin.head * params.shape.chains + chain,
-                work.begin.row_tile,
-                sequence,
-                work.first.keys,
-                work.first.part,
-            };
-            rest_ = {item.part.unit_begin, item.part.unit_end};
-            end_piece(params, item.part);
-            item_ = item;
-            has_begun_ = true;
-            __syncwarp();
-            return true;
-        }
-        rest_ = {0, 0};
-        has_begun_ = false;
-        item_.sequence = sequence;
-        const bool found = next(params, nullptr);
-        item = item_;
+        const bool found = here.find_item(params, nullptr);
+        here.store(*this);
         return found;
+    }
+
+    // Into shared memory, or from there. The warp meets.
+    __device__ __forceinline__ void store(WorkList& shared) const {
+        if (threadIdx.x % 32 == 0) {
+            shared = *this;
+        }
+        __syncwarp();
     }
 
     // The item that next() found.
@@ -176,28 +195,43 @@ public:
 
     // False only if the last item has been found: cheap to ask.
     __device__ bool may_have_more() const {
-        return rest_.begin < rest_.end || at_.batch_idx != end_.batch_idx ||
-               at_.head != end_.head || at_.row_tile != end_.row_tile;
+        return rest_.begin < rest_.end || !is_same_tile(at_, end_);
     }
 
-    // False when there is no more. A function of its own: it is seldom called, and instructions that
-    // are jumped over are fetched, too.
+    // False when there is no more. In shared memory. A function of its own: it is seldom called, and
+    // instructions that are jumped over are fetched, too.
     __device__ __noinline__ bool next(const SplitKvParams& params, const SequenceWindow* window) {
-        __syncwarp();  // nobody reads the former item any more
-        const bool found = find_item(params, window);
-        __syncwarp();
+        WorkList here = *this;
+        const bool found = here.find_item(params, window);
+        __syncwarp();  // all have read it
+        here.store(*this);
         return found;
     }
 
 private:
-    // Where tiles are cut at multiples of piece_units, an item ends at the first of them.
-    __device__ void end_piece(const SplitKvParams& params, TilePart& part) {
-        const int32_t piece_units = params.shape.piece_units;
-        if (piece_units > 0) [[unlikely]] {
-            const int32_t end = (rest_.begin / piece_units + 1) * piece_units;
-            part.unit_end = min(rest_.end, end);
+    static __device__ __forceinline__ LaneWork
+    load_lane(const SplitKvParams& params, int32_t lane) {
+        LaneWork work;
+        const auto* from = reinterpret_cast<const int4*>(params.plan + lane);
+        auto* to = reinterpret_cast<int4*>(&work);
+#pragma unroll
+        for (size_t i = 0; i < sizeof(LaneWork) / sizeof(int4); ++i) {
+            to[i] = from[i];
         }
-        rest_.begin = part.unit_end;
+        return work;
+    }
+
+    __device__ __forceinline__ void stand_at(const LaneWork& work, int32_t chain, int32_t lane) {
+        at_ = work.begin;
+        end_ = work.end;
+        cuts_ = work.cuts;
+        chain_ = chain;
+        lane_ = lane;
+    }
+
+    __device__ void end_item(const SplitKvParams& params) {
+        rest_.begin = item_end(params.shape, rest_.begin, rest_.end);
+        item_.part.unit_end = rest_.begin;
     }
 
     __device__ bool find_item(const SplitKvParams& params, const SequenceWindow* window) {
@@ -212,7 +246,7 @@ private:
                 }
             } while (item_.part.pieces < 0);
         }
-        end_piece(params, item_.part);
+        end_item(params);
         return true;
     }
 
