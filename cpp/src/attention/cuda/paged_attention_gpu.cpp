@@ -211,8 +211,10 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
     p.lse_row_stride = params.lse_row_stride;
     p.plan_waits = params.plan == nullptr;
     p.pdl = params.pdl && params.plan != nullptr;
-    // What the plan was made for is a bound, but not one that has been checked.
-    p.in_clusters = shape.in_clusters && params.total_q * shape.group <= shape.rows;
+    // What the plan was made for is a bound, but not one that has been checked. In a programmatic
+    // chain clusters find no place beside the kernel before (H200: 16 us for 13 without the chain).
+    p.in_clusters =
+        shape.in_clusters && !p.pdl && params.total_q * shape.group <= shape.rows;
     sm80::launch_split_kv(p, params.kv_dtype, dims, params.device, stream);
 }
 
