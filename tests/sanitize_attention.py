@@ -11,8 +11,8 @@ never initialised, so that reading one is seen, too. Results are compared with t
 memcheck and initcheck find nothing. racecheck takes what the merge reads behind __syncthreads() for
 a race with what was written before it, in the instances whose warps share keys in pairs (32 rows,
 head_dim up to 128), and in no other: whichever barrier the pairs use, and with another one behind
-the merge. A build in which every warp looked, behind that barrier, whether all had come to it, found
-none missing in 3,000 launches.
+the merge. A build in which every warp looked, behind that barrier, whether all had come to it,
+found none missing in 3,000 launches.
 """
 
 from __future__ import annotations

@@ -244,11 +244,20 @@ def test_cupy_results_are_cupys(cupy):
 
 
 def test_current_stream(cupy):
-    """CuPy tells its stream of a device; the others have none to tell and mean the default one."""
+    """CuPy tells its stream of a device; those that have none to tell mean the default one."""
     assert current_stream(cupy.array(np.zeros(1)), 5) == 1005
     assert cupy.entered == [5]
-    for convert, _ in LIBRARIES.values():
-        assert current_stream(convert(np.zeros(1, np.float32)), 0) == 0
+    for name, (convert, _) in LIBRARIES.items():
+        if name != "torch":
+            assert current_stream(convert(np.zeros(1, np.float32)), 0) == 0
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(1), torch.nn.Parameter(torch.zeros(1))], ids=str)
+def test_current_stream_of_torch(tensor, monkeypatch):
+    """Asked for where torch has no exchange API to tell it: before 2.10."""
+    stream_of = lambda index: types.SimpleNamespace(cuda_stream=2000 + index)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_of)
+    assert current_stream(tensor, 5) == 2005
 
 
 def test_torch_dtypes():

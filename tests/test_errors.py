@@ -81,7 +81,7 @@ scale_of = lambda n: torch.ones(n)  # noqa: E731
 WRITES = [
     *(bad(f"{n}_rank", rf"{n} must have 3 dimensions \[T, Hkv, D\], got shape \(1, 5, 2, 16\)",
           **{n: one_more_dim}) for n in "kv"),
-    *(bad(f"{n}_float64", rf"{n} must be .*float32.*float64", **{n: lambda x: x.double()})
+    *(bad(f"{n}_float64", rf"{n} must be .*float(16|32).*got float64", **{n: lambda x: x.double()})
       for n in "kv"),
     *(bad(f"{n}_int32", rf"{n} must be .*float.*int32", **{n: lambda x: x.int()})
       for n in "kv"),
@@ -222,7 +222,7 @@ ATTENTION = [
     # q and the caches
     bad("q_rank", r"q must have 3 dimensions \[T, Hq, D\], got shape \(1, 5, 4, 16\)",
         q=one_more_dim),
-    bad("q_float64", "q must be float32, .*got float64", q=lambda x: x.double()),
+    bad("q_float64", "q must be float32 or .*, got float64", q=lambda x: x.double()),
     bad("q_int32", "q must be float32.*got int32", q=lambda x: x.int()),
     bad("q_last_dim_strided", "q must be dense .*stride 2", q=sparse_last),
     bad("q_head_dim", "k_cache must have q's head_dim 24, got 16", q=deeper),

@@ -151,7 +151,8 @@ def test_unknown_frameworks_need_out():
     plan = pagetile.make_plan(**arguments)
     expected = lanes_of(plan)
     unknown = {n: OnlyDLPack(arguments[n].numpy()) for n in ("seqused_k", "cu_seqlens_q")}
-    with pytest.raises(TypeError, match=r"out must be given where seqused_k is a .*Only"):
+    match = r"seqused_k must be a tensor of PyTorch, NumPy, JAX or CuPy, got .*OnlyDLPack"
+    with pytest.raises(TypeError, match=match):
         pagetile.make_plan(**{**arguments, **unknown})
     plan.buffer.zero_()
     assert pagetile.make_plan(**{**arguments, **unknown, "out": plan}) is plan

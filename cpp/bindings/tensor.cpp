@@ -15,6 +15,7 @@ struct TensorType {
     PyTypeObject* type;
     const dlpack::ExchangeApi* api;  // null: this type goes through __dlpack__
     bool immutable;  // JAX exports its arrays as writable, although they must never change
+    bool has_grad;   // PyTorch's autograd follows those that require it
 };
 
 const dlpack::ExchangeApi* find_exchange_api(PyTypeObject* type) {
@@ -55,7 +56,12 @@ const TensorType& tensor_type(nb::handle object) {
     next = (next + 1) % kRemembered;
     Py_INCREF(type);
     Py_XDECREF(entry.type);
-    entry = {.type = type, .api = find_exchange_api(type), .immutable = module.starts_with("jax")};
+    entry = {
+        .type = type,
+        .api = find_exchange_api(type),
+        .immutable = module.starts_with("jax"),
+        .has_grad = nb::hasattr(object.type(), "requires_grad"),
+    };
     return entry;
 }
 
@@ -153,6 +159,15 @@ Tensor::Tensor(const char* function, const char* name, nb::handle object, Access
     if (type.immutable && access == Access::kWrite) {
         fail(function, ": ", name, " is written to, but JAX arrays are immutable");
     }
+    if (type.has_grad && access == Access::kWrite &&
+        nb::cast<bool>(object.attr("requires_grad"))) {
+        fail(
+            function,
+            ": ",
+            name,
+            " is written to, but requires grad, and pagetile has no autograd: give it detached"
+        );
+    }
     if (const dlpack::ExchangeApi* api = type.api) {
         nb::dlpack::dltensor tensor;
         if (api->dltensor_from_py_object_no_sync(object.ptr(), &tensor) != 0) {
@@ -206,14 +221,7 @@ void Tensor::describe(const nb::dlpack::dltensor& tensor) {
         tensor.ndim
     );
     if (!known_dtype(tensor.dtype, dtype_)) {
-        fail(
-            function_,
-            ": ",
-            name_,
-            " must be float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8, int32 or "
-            "int64, got ",
-            dtype_text(tensor.dtype)
-        );
+        unknown_ = tensor.dtype;
     }
     switch (tensor.device.device_type) {
         case kDlCpu:
@@ -249,6 +257,17 @@ void Tensor::describe(const nb::dlpack::dltensor& tensor) {
     data_ = tensor.data == nullptr ? &empty : static_cast<char*>(tensor.data) + tensor.byte_offset;
 }
 
+void Tensor::fail_unknown_dtype() const {
+    fail(
+        function_,
+        ": ",
+        name_,
+        " must be float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8, int32 or int64, "
+        "got ",
+        dtype_text(unknown_)
+    );
+}
+
 int64_t Tensor::numel() const {
     int64_t count = 1;
     for (int i = 0; i < ndim_; ++i) {
@@ -268,14 +287,16 @@ void Tensor::require_given() const {
 }
 
 void Tensor::require_dtype(std::initializer_list<DType> allowed) const {
-    if (std::find(allowed.begin(), allowed.end(), dtype_) != allowed.end()) {
+    const bool is_known = unknown_.bits == 0;
+    if (is_known && std::find(allowed.begin(), allowed.end(), dtype_) != allowed.end()) {
         return;
     }
     std::string names;
     for (const DType dtype : allowed) {
         names += message(names.empty() ? "" : " or ", dtype_name(dtype));
     }
-    fail(function_, ": ", name_, " must be ", names, ", got ", dtype_name(dtype_));
+    const std::string got = is_known ? dtype_name(dtype_) : dtype_text(unknown_);
+    fail(function_, ": ", name_, " must be ", names, ", got ", got);
 }
 
 void Tensor::require_ndim(int ndim, const char* meaning) const {

@@ -16,7 +16,7 @@ namespace pagetile {
 
 enum class Access : uint8_t {
     kRead,
-    kWrite,  // refuses tensors that say they are read-only
+    kWrite,  // refuses tensors that say they are read-only, or that autograd follows
 };
 
 // One tensor argument of one call: any DLPack object, read without owning or copying it. Valid
@@ -43,7 +43,12 @@ public:
     // Never null for a given tensor, not even for an empty one.
     void* data() const { return data_; }
 
-    DType dtype() const { return dtype_; }
+    DType dtype() const {
+        if (unknown_.bits != 0) [[unlikely]] {
+            fail_unknown_dtype();
+        }
+        return dtype_;
+    }
 
     Device device() const { return device_; }
 
@@ -76,12 +81,14 @@ private:
     static constexpr int kMaxDims = 8;
 
     void describe(const nanobind::dlpack::dltensor& tensor);
+    [[noreturn]] void fail_unknown_dtype() const;
 
     const char* function_;
     const char* name_;
     nanobind::ndarray<nanobind::ro> owner_;  // of a tensor that came through __dlpack__
     void* data_ = nullptr;
     DType dtype_ = DType::kFloat32;
+    nanobind::dlpack::dtype unknown_ = {0, 0, 0};  // one that no argument may have
     Device device_;
     int ndim_ = -1;
     int64_t sizes_[kMaxDims];

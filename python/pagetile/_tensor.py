@@ -39,8 +39,6 @@ def _empty_cupy(like: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
 
 
 def _empty_jax(like: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
-    if like.__dlpack_device__()[0] != 1:  # DLPack's number of the CPU
-        raise TypeError("out must be given for JAX arrays on a GPU: they cannot be written to")
     return _C.empty(shape, str(like.dtype) if dtype is None else dtype)
 
 
@@ -61,7 +59,23 @@ def _type_name(tensor_type: type) -> str:
     )
 
 
-def find_allocator(function: str, name: str, like: Any) -> Allocator:
+def _check_jax(function: str, name: str, like: Any) -> None:
+    """Refuse what looks like a JAX array and has no memory, or none that could be written to."""
+    if not hasattr(like, "__dlpack_device__"):
+        raise TypeError(
+            f"{function}: {name} must be a DLPack tensor, got {_type_name(type(like))}: JAX's "
+            "tracers have no memory, so call pagetile outside of jax.jit and its like"
+        )
+    if getattr(like, "is_deleted", bool)():
+        raise TypeError(f"{function}: {name} has been deleted or donated")
+    if like.__dlpack_device__()[0] != 1:  # DLPack's number of the CPU
+        raise TypeError(
+            f"{function}: out must be given for JAX arrays on a GPU: they cannot be written to"
+        )
+
+
+def find_allocator(function: str, name: str, like: Any, takes_out: bool = True) -> Allocator:
+    """Return what allocates in the framework of a tensor. takes_out: results can be given, too."""
     tensor_type = type(like)
     for base in tensor_type.__mro__:
         allocator = _ALLOCATORS.get(base.__module__.partition(".")[0])
@@ -71,6 +85,11 @@ def find_allocator(function: str, name: str, like: Any) -> Allocator:
     if not hasattr(tensor_type, "__dlpack__"):
         raise TypeError(
             f"{function}: {name} must be a DLPack tensor, got {_type_name(tensor_type)}"
+        )
+    if not takes_out:
+        raise TypeError(
+            f"{function}: {name} must be a tensor of PyTorch, NumPy, JAX or CuPy, got "
+            f"{_type_name(tensor_type)}"
         )
     raise TypeError(
         f"{function}: out must be given where {name} is a {_type_name(tensor_type)}: "
@@ -83,8 +102,9 @@ def prepare(function: str, name: str, like: Any, meaning: str) -> tuple[int, ...
 
     Raises TypeError where it is no tensor, or of a library that `empty` does not know.
     """
-    if type(like) not in _allocator_of_type:
-        find_allocator(function, name, like)
+    allocator = _allocator_of_type.get(type(like)) or find_allocator(function, name, like)
+    if allocator is _empty_jax:
+        _check_jax(function, name, like)
     return shape_of(function, name, like, 3, meaning)
 
 
@@ -122,14 +142,17 @@ def current_stream(tensor: Any, device_index: int) -> int:
     """Return the address of the current stream of a framework without DLPack's exchange API.
 
     0 is the legacy default stream.
-    CuPy tells its current stream. JAX has no current stream that others could use, and neither has
-    an unknown type.
+    CuPy and PyTorch before 2.10 tell their current streams. JAX has none that others could use, and
+    neither has an unknown type.
     """
-    if type(tensor).__module__.partition(".")[0] != "cupy":
-        return 0
-    cupy = sys.modules["cupy"]
-    with cupy.cuda.Device(device_index):
-        return int(cupy.cuda.get_current_stream().ptr)
+    frameworks = {base.__module__.partition(".")[0] for base in type(tensor).__mro__}
+    if "cupy" in frameworks:
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(device_index):
+            return int(cupy.cuda.get_current_stream().ptr)
+    if "torch" in frameworks:
+        return int(sys.modules["torch"].cuda.current_stream(device_index).cuda_stream)
+    return 0
 
 
 def explain_scalars(

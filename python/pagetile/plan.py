@@ -90,7 +90,7 @@ def make_plan(
     """
 
     def allocate(num_elements: int) -> Any:
-        allocator = find_allocator("make_plan", "seqused_k", seqused_k)
+        allocator = find_allocator("make_plan", "seqused_k", seqused_k, takes_out=False)
         return allocator(seqused_k, (num_elements,), "int32")
 
     window_left, window_right = window_sides("make_plan", window)
