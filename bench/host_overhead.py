@@ -2,6 +2,7 @@
 
 One sequence, one token, one head of 8: the arithmetic is below 0.1 us, and is left in. Ten tensors:
 q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, k_scale, v_scale, out, softmax_lse.
+Through PyTorch's dispatcher (torch.ops) as well as directly.
 
     python bench/host_overhead.py
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pagetile
+import pagetile.torch
 import torch
 
 CALLS = 20_000
@@ -50,6 +52,18 @@ def arguments(convert: Callable[[np.ndarray], Any]) -> tuple[tuple[Any, ...], di
     return positional, {name: convert(a) for name, a in tensors.items()} | options
 
 
+def through_torch_ops(
+    args: tuple[Any, ...], kwargs: dict[str, Any], new: dict[str, Any], write: tuple[Any, ...]
+) -> dict[str, Callable[[], Any]]:
+    """The same calls as operators."""
+    ops = torch.ops.pagetile
+    return {
+        "ops.paged_attention.out, 10 tensors": lambda: ops.paged_attention.out(*args, **kwargs),
+        "ops.paged_attention, 8 tensors": lambda: ops.paged_attention(*args, **new),
+        "ops.cache_write, 5 tensors": lambda: ops.cache_write(*write),
+    }
+
+
 def main() -> None:
     print(f"pagetile {pagetile.__version__}, numpy {np.__version__}, torch {torch.__version__}")
     print(f"{'call':44s} {'median us':>10s} {'best us':>10s}")
@@ -70,6 +84,8 @@ def main() -> None:
                 k, k, cache, cache, slots
             ),
         }
+        if framework == "torch":
+            cases |= through_torch_ops(args, kwargs, new, (k, k, cache, cache, slots))
         for name, call in cases.items():
             median, best = microseconds(call)
             print(f"{framework + ': ' + name:44s} {median:10.2f} {best:10.2f}")

@@ -65,6 +65,12 @@ const TensorType& tensor_type(nb::handle object) {
     return entry;
 }
 
+// Whether a write to a PyTorch tensor would have to be recorded.
+bool autograd_follows(nb::handle tensor) {
+    return nb::cast<bool>(tensor.attr("requires_grad")) &&
+           nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")());
+}
+
 // First line of the Python exception that is set, which is cleared. (PyTorch puts a stack trace
 // behind it.)
 std::string take_error() {
@@ -159,13 +165,13 @@ Tensor::Tensor(const char* function, const char* name, nb::handle object, Access
     if (type.immutable && access == Access::kWrite) {
         fail(function, ": ", name, " is written to, but JAX arrays are immutable");
     }
-    if (type.has_grad && access == Access::kWrite &&
-        nb::cast<bool>(object.attr("requires_grad"))) {
+    if (type.has_grad && access == Access::kWrite && autograd_follows(object)) {
         fail(
             function,
             ": ",
             name,
-            " is written to, but requires grad, and pagetile has no autograd: give it detached"
+            " is written to, but requires grad, and pagetile has no autograd: give it detached, or "
+            "call under torch.no_grad()"
         );
     }
     if (const dlpack::ExchangeApi* api = type.api) {

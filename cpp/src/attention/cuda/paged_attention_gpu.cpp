@@ -213,8 +213,7 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
     p.pdl = params.pdl && params.plan != nullptr;
     // What the plan was made for is a bound, but not one that has been checked. In a programmatic
     // chain clusters find no place beside the kernel before (H200: 16 us for 13 without the chain).
-    p.in_clusters =
-        shape.in_clusters && !p.pdl && params.total_q * shape.group <= shape.rows;
+    p.in_clusters = shape.in_clusters && !p.pdl && params.total_q * shape.group <= shape.rows;
     sm80::launch_split_kv(p, params.kv_dtype, dims, params.device, stream);
 }
 
