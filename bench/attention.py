@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import pathlib
 import sys
@@ -35,6 +34,7 @@ import numpy as np
 import pagetile
 import torch
 from harness.gpu import Call, Timer, describe_machine
+from harness.report import Report
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SHORT = {BF16: "bf16", FP16: "fp16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -407,51 +407,24 @@ COLUMNS = (  # key, title, format
 NAME_WIDTH = 46
 
 
-class Report:
-    """A line a case as it comes; everything in a JSON file."""
-
+class AttentionReport(Report):
     def __init__(self, timer: Timer, json_file: pathlib.Path | None) -> None:
-        self.json_file = json_file
-        self.machine, self.read_gbps = describe_machine(), measure_read(timer)
-        self.rows: list[dict[str, Any]] = []
-        for line in self.machine:
-            print(f"# {line}")
+        self.read_gbps = measure_read(timer)
+        found = {"machine": describe_machine(), "read_gbps": self.read_gbps}
+        super().__init__(COLUMNS, NAME_WIDTH, found, json_file)
         print(f"# a kernel that reads: {self.read_gbps:.0f} GB/s")
 
     def suite(self, name: str, cases: list[Case], measure_it: Callable[[Case], Any]) -> None:
-        titles = "".join(f"{title:>{int(form.split('.')[0])}}" for _, title, form in COLUMNS)
-        print(f"\n# {name}\n{'case':<{NAME_WIDTH}}{titles}", flush=True)
+        print(f"\n# {name}")
+        self.titles()
         for case in cases:
             row = {"suite": name, "name": case.name}
-            try:
-                row |= measure_it(case)
-                self.judge(row)
-                text = "".join(self.cell(row, key, form) for key, _, form in COLUMNS)
-            except Exception as error:  # the other cases may still work
-                row["error"] = f"{type(error).__name__}: {error}"
-                text = f" FAILED {row['error'].splitlines()[0][:200]}"
-            verdict = {True: " ok", False: " MISS"}.get(row.get("ok"), "")
-            print(f"{case.name:<{NAME_WIDTH}}{text}{verdict}", flush=True)
-            self.rows.append(row)
-            self.save()
+            self.case(case.name, row, functools.partial(measure_it, case))
             torch.cuda.empty_cache()
 
     def judge(self, row: dict[str, Any]) -> None:
-        row["gbps"] = row["bytes"] / row["us"] / 1e3
+        super().judge(row)
         row["of_floor"] = row["gbps"] / self.read_gbps
-        if row.get("bar_us") and "H200" in torch.cuda.get_device_name():
-            row["ok"] = row["us"] <= row["bar_us"]
-
-    @staticmethod
-    def cell(row: dict[str, Any], key: str, form: str) -> str:
-        if row.get(key) is None:
-            return f"{'-':>{int(form.split('.')[0])}}"
-        return f"{row[key]:{form}}"
-
-    def save(self) -> None:
-        if self.json_file:
-            found = {"machine": self.machine, "read_gbps": self.read_gbps, "cases": self.rows}
-            self.json_file.write_text(json.dumps(found, indent=1) + "\n")
 
     def summary(self) -> int:
         """Prints it, and returns the exit status: a missed bar is no failure, a wrong row is."""
@@ -505,7 +478,7 @@ def main() -> int:
         return 0
     timer = Timer(quick=False)
     timer.seconds = arguments.seconds
-    report = Report(timer, arguments.json)
+    report = AttentionReport(timer, arguments.json)
     wanted = arguments.match.split(",")
     for name in arguments.suites:
         cases = [case for case in SUITES[name]() if any(text in case.name for text in wanted)]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import os
 import pathlib
@@ -31,12 +30,12 @@ import numpy as np
 import pagetile
 import torch
 from harness.gpu import Call, Timer, describe_machine, measure_limits
+from harness.report import PEER_LIBRARY, Report, load_peer
 
 PAGE_SIZE = 16
 POOL_SLOTS = 1 << 19  # 1.07 GB a cache at 8 heads of 128 in bf16: no pool stays in the L2
 FP8 = {"fp8_e4m3": (torch.float8_e4m3fn, 448.0), "fp8_e5m2": (torch.float8_e5m2, 57344.0)}
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-PEER_LIBRARY = "_C_stable_libtorch.abi3.so"
 PEER_DTYPES = {"auto": "auto", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8_e5m2"}
 
 # us, warm, H200; tokens, heads, head_dim: bf16 NHD, bf16 HND, e4m3 NHD, e4m3 HND
@@ -262,17 +261,6 @@ def measure_copy_pages(pages: int, tensors: int, timer: Timer) -> dict[str, Any]
     return {"bytes": moved} | measure(timer, calls, min(sets, 16))
 
 
-def load_peer(folder: str) -> bool:
-    path = pathlib.Path(folder, PEER_LIBRARY)
-    try:
-        if folder != "none":
-            torch.ops.load_library(str(path))
-            return True
-    except OSError as error:
-        print(f"# vLLM's columns stay empty: {error}")
-    return False
-
-
 # Results
 
 COLUMNS = (  # key, title, format
@@ -291,55 +279,27 @@ COLUMNS = (  # key, title, format
 )
 
 
-class Report:
-    """A line a case as it comes; everything in a JSON file."""
-
+class WriteReport(Report):
     def __init__(self, timer: Timer, json_file: pathlib.Path | None) -> None:
-        self.json_file = json_file
-        self.machine, self.limits = describe_machine(), measure_limits(timer)
-        self.rows: list[dict[str, Any]] = []
-        for line in self.machine:
-            print(f"# {line}")
+        self.limits = measure_limits(timer)
+        found = {"machine": describe_machine(), "limits": self.limits}
+        super().__init__(COLUMNS, 38, found, json_file)
         copied = self.limits["copy_bytes"] / 2**30
         print(f"# a copy kernel over {copied:.0f} GiB: {self.limits['copy_gbps']:.0f} GB/s")
         print(f"# an empty kernel in a graph: {self.limits['empty_us']:.2f} us")
         print(f"# clocks, power, temperature while copying: {self.limits['clocks_while_copying']}")
 
     def section(self, title: str, measures: dict[str, Callable[[], dict[str, Any]]]) -> None:
-        titles = "".join(f"{title:>{int(form.split('.')[0])}}" for _, title, form in COLUMNS)
-        print(f"\n# {title}\n{'case':<38}{titles}", flush=True)
+        print(f"\n# {title}")
+        self.titles()
         for i, (name, measure_it) in enumerate(measures.items(), 1):
-            row = {"name": name}
-            try:
-                row |= measure_it()
-                self.judge(row)
-                text = "".join(self.cell(row, key, form) for key, _, form in COLUMNS)
-            except Exception as error:  # the other cases may still work
-                row["error"] = f"{type(error).__name__}: {error}"
-                text = f" FAILED {row['error'].splitlines()[0][:200]}"
-            verdict = {True: " ok", False: " MISS"}.get(row.get("ok"), "")
-            print(f"{f'[{i:>2}/{len(measures)}] {name}':<38}{text}{verdict}", flush=True)
-            self.rows.append(row)
-            self.save()
+            self.case(f"[{i:>2}/{len(measures)}] {name}", {"name": name}, measure_it)
 
     def judge(self, row: dict[str, Any]) -> None:
-        row["gbps"] = row["bytes"] / row["us"] / 1e3
+        super().judge(row)
         row["of_copy"] = row["gbps"] / self.limits["copy_gbps"]
         if "vllm_us" in row:
             row["ratio"] = row["vllm_us"] / row["us"]
-        if row.get("bar_us") and "H200" in torch.cuda.get_device_name():
-            row["ok"] = row["us"] <= row["bar_us"]
-
-    @staticmethod
-    def cell(row: dict[str, Any], key: str, form: str) -> str:
-        if row.get(key) is None:
-            return f"{'-':>{int(form.split('.')[0])}}"
-        return f"{row[key]:{form}}"
-
-    def save(self) -> None:
-        if self.json_file:
-            found = {"machine": self.machine, "limits": self.limits, "cases": self.rows}
-            self.json_file.write_text(json.dumps(found, indent=1) + "\n")
 
     def summary(self) -> int:
         """Prints it, and returns the exit status: a missed bar is no failure, a wrong row is."""
@@ -390,7 +350,7 @@ def main() -> int:
         )
         return 0
     timer = Timer(arguments.quick)
-    report = Report(timer, arguments.json)
+    report = WriteReport(timer, arguments.json)
     peer = load_peer(arguments.peers)
 
     def writes(cases: Iterator[Case]) -> dict[str, Callable[[], dict[str, Any]]]:

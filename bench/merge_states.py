@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import os
 import pathlib
@@ -27,9 +26,9 @@ from typing import Any
 import pagetile
 import torch
 from harness.gpu import Call, Timer, describe_machine, measure_limits
+from harness.report import PEER_LIBRARY, Report, load_peer
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-PEER_LIBRARY = "_C_stable_libtorch.abi3.so"
 SHAPES = ((1, 32, 128), (64, 32, 128), (512, 32, 128), (4096, 32, 128), (16384, 32, 128))
 
 
@@ -132,16 +131,6 @@ def measure(case: Case, timer: Timer, peer: bool) -> dict[str, Any]:
     return row
 
 
-def load_peer(folder: str) -> bool:
-    try:
-        if folder != "none":
-            torch.ops.load_library(str(pathlib.Path(folder, PEER_LIBRARY)))
-            return True
-    except OSError as error:
-        print(f"# vLLM's columns stay empty: {error}")
-    return False
-
-
 COLUMNS = (  # key, title, format
     ("us", "warm us", "9.2f"),
     ("iqr", "IQR", "7.2f"),
@@ -154,10 +143,20 @@ COLUMNS = (  # key, title, format
 )
 
 
-def cell(row: dict[str, Any], key: str, form: str) -> str:
-    if key not in row:
-        return f"{'-':>{int(form.split('.')[0])}}"
-    return f"{row[key]:{form}}"
+class MergeReport(Report):
+    def __init__(self, timer: Timer, json_file: pathlib.Path | None) -> None:
+        self.limits = measure_limits(timer)
+        found = {"machine": describe_machine(), "limits": self.limits}
+        super().__init__(COLUMNS, 28, found, json_file)
+        print(
+            f"# a copy kernel: {self.limits['copy_gbps']:.0f} GB/s; an empty one in a graph: ",
+            end="",
+        )
+        print(f"{self.limits['empty_us']:.2f} us")
+
+    def judge(self, row: dict[str, Any]) -> None:
+        super().judge(row)
+        row["of_copy"] = row["gbps"] / self.limits["copy_gbps"]
 
 
 def main() -> int:
@@ -177,35 +176,18 @@ def main() -> int:
         print("bench/merge_states.py: torch sees no CUDA device here: there is nothing to measure")
         return 0
     timer = Timer(arguments.quick)
-    machine, limits = describe_machine(), measure_limits(timer)
-    for line in machine:
-        print(f"# {line}")
-    print(f"# a copy kernel: {limits['copy_gbps']:.0f} GB/s; an empty one in a graph: ", end="")
-    print(f"{limits['empty_us']:.2f} us")
+    report = MergeReport(timer, arguments.json)
     peer = load_peer(arguments.peers)
-    titles = "".join(f"{title:>{int(form.split('.')[0])}}" for _, title, form in COLUMNS)
-    print(f"\n{'case':<28}{titles}", flush=True)
-    rows, failed = [], False
+    print()
+    report.titles()
     for case in cases():
         if not any(text in case.name for text in arguments.cases.split(",")):
             continue
-        row: dict[str, Any] = {"name": case.name, "bytes": case.bytes}
-        try:
-            row |= measure(case, timer, peer)
-            row["of_copy"] = row["gbps"] / limits["copy_gbps"]
-            text = "".join(cell(row, key, form) for key, _, form in COLUMNS)
-        except Exception as error:  # the other cases may still work
-            failed = True
-            row["error"] = f"{type(error).__name__}: {error}"
-            text = f" FAILED {row['error'].splitlines()[0][:200]}"
-        print(f"{case.name:<28}{text}", flush=True)
+        row = {"name": case.name, "bytes": case.bytes}
+        row = report.case(case.name, row, functools.partial(measure, case, timer, peer))
         if "vllm_error" in row:
             print(f"    vLLM: {row['vllm_error'].splitlines()[0][:120]}")
-        rows.append(row)
-        if arguments.json:
-            found = {"machine": machine, "limits": limits, "cases": rows}
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if failed else 0
+    return 1 if any("error" in row for row in report.rows) else 0
 
 
 if __name__ == "__main__":

@@ -107,6 +107,8 @@ WITH_CODE = [
 def test_code_runs(page, tmp_path):
     done = run(page.read_text(), tmp_path, page.name)
     assert done.returncode == 0, done.stderr[-4000:]
+    if printed := [b.text for b in blocks_of(page.read_text()) if b.info == "text"]:
+        assert done.stdout.splitlines() == "\n".join(printed).splitlines()
 
 
 def test_every_framework_has_an_example():

@@ -21,6 +21,7 @@ import reference
 import torch
 import torch._dynamo.testing
 from gpu import captured, needs_gpus
+from pagetile._tensor import current_stream
 from pagetile.torch import PagedKVCache, plan_tensor
 from problem import same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -473,12 +474,11 @@ def test_detached_for_the_kernel():
 
 
 @needs_gpus(1)
-def test_current_stream_without_exchange_api(monkeypatch):
-    monkeypatch.setattr(pagetile.torch, "_HAS_EXCHANGE_API", False)
+def test_current_stream_without_exchange_api():
     tensor, side = torch.zeros(1, device="cuda"), torch.cuda.Stream()
-    assert pagetile.torch._stream(torch.zeros(1)) is None
+    assert pagetile._C.stream_of(torch.zeros(1), None) == 0
     with torch.cuda.stream(side):
-        assert pagetile.torch._stream(tensor) == side.cuda_stream != 0
+        assert current_stream(tensor, tensor.device.index) == side.cuda_stream != 0
 
 
 # Gradients

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,7 +11,6 @@ from pagetile.integrations import transformers as integration  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 USES = ("paged_attention",)
-PAGE = Path(__file__).parent.parent / "docs" / "frameworks" / "transformers.md"
 
 NUM_TOKENS = 64
 WINDOW = 9
@@ -749,20 +743,3 @@ def test_foreign_masks_are_refused():
             batch_size=1, q_length=5, kv_length=5,
             mask_function=masking_utils.chunked_causal_mask_function(4, torch.zeros(1).long()),
         )  # fmt: skip
-
-
-# The page of the documentation
-
-
-def test_the_example_of_the_documentation(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert blocks
-    script = tmp_path / "example.py"
-    script.write_text("\n".join(blocks))
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=300, check=False,
-        cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    printed = re.search(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
-    assert done.stdout == printed

@@ -81,8 +81,7 @@ _MERGE_RESULTS = "Tensor(a!) out, Tensor(b!) lse"
 
 _FLOAT8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
-# DLPack's exchange API takes any tensor and tells the current stream. Without it (PyTorch < 2.10)
-# both are done here.
+# DLPack's exchange API takes any tensor. Without it (PyTorch < 2.10) they are detached here.
 _HAS_EXCHANGE_API = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
@@ -184,7 +183,6 @@ def _kernel_cache_write(
         kv_dtype=kv_dtype,
         layout=layout,
         pdl=pdl,
-        stream=_stream(k),
     )
     _note_write(*written)
 
@@ -250,7 +248,7 @@ def _attend(
         return_softmax_lse,
         softmax_lse,
         None,
-        _stream(q),
+        None,
     )
 
 
@@ -277,13 +275,13 @@ def _kernel_attention_out(
 
 
 def _kernel_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Any:
-    return merge(out_a, lse_a, out_b, lse_b, None, None, -1, _stream(out_a))
+    return merge(out_a, lse_a, out_b, lse_b, None, None, -1, None)
 
 
 def _kernel_merge_out(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    merge(out_a, lse_a, out_b, lse_b, out, lse, -1, _stream(out_a))
+    merge(out_a, lse_a, out_b, lse_b, out, lse, -1, None)
     _note_write(out, lse)
 
 
@@ -292,13 +290,6 @@ def _note_write(*written: Tensor) -> None:
     for tensor in written:
         if not tensor.is_inference():  # which have no counter; PyTorch 2.4 refuses them
             torch.autograd.graph.increment_version(tensor)
-
-
-def _stream(tensor: Tensor) -> int | None:
-    if _HAS_EXCHANGE_API or not tensor.is_cuda:
-        return None
-    stream: int = torch.cuda.current_stream(tensor.device).cuda_stream
-    return stream
 
 
 def _as_bytes(
@@ -700,9 +691,9 @@ class PagedKVCache:
 
         if step.copy_src.size:
             caches = [_raw(cache) for cache in (*self.k_caches, *self.v_caches)]
-            src, dst, stream = send(step.copy_src), send(step.copy_dst), _stream(caches[0])
+            src, dst = send(step.copy_src), send(step.copy_dst)
             for same_shape in (caches[: len(caches) // 2], caches[len(caches) // 2 :]):
-                copy_pages(same_shape, same_shape, src, dst, stream=stream)
+                copy_pages(same_shape, same_shape, src, dst)
         return TensorStep(
             slot_mapping=send(step.slot_mapping),
             block_table=send(step.block_table, copy=True),  # the next append may change the pool's

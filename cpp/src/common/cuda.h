@@ -105,6 +105,14 @@ inline bool has_clusters(Device device, const char* function) {
     }) != 0;
 }
 
+// Lets a kernel start before the one ahead of it in the stream has ended.
+inline cudaLaunchAttribute programmatic_launch() {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    return attribute;
+}
+
 // Makes the tensors' device the current one, and puts the former one back.
 class DeviceGuard {
 public:

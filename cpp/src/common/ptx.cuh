@@ -34,11 +34,6 @@ __device__ __forceinline__ void sync_at_barrier(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Brings the 128 bytes around an address into the L2; an address that is none is ignored.
-__device__ __forceinline__ void prefetch_l2(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 // Adds 1 to a counter that goes from 0 to last and then back to 0; returns what it was. What this
 // thread has seen written before, is seen by whoever sees the count.
 __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter, uint32_t last) {

@@ -246,9 +246,7 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(
 }  // namespace
 
 void launch_plan(const PlanKernelParams& params, Device device, cudaStream_t stream) {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attribute = programmatic_launch();
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(1);
     config.blockDim = dim3(kThreads);

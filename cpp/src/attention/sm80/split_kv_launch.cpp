@@ -44,13 +44,6 @@ Launch& launch_of(DType kv_dtype, HeadDims dims, int rows, Device device) {
     return launches[device.index][(type * 8 + dim) * 4 + rows / 16];
 }
 
-cudaLaunchAttribute programmatic_launch() {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    return attribute;
-}
-
 cudaLaunchAttribute clusters() {
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;

@@ -199,9 +199,7 @@ void launch(
     kernel_params.num_tokens = static_cast<uint32_t>(part.num_tokens);
     kernel_params.token_step = static_cast<uint32_t>(token_step);
     kernel_params.words_per_slot = words_per_slot;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attribute = programmatic_launch();
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(static_cast<unsigned>(plan.grid(token_step)));
     config.blockDim = dim3(WriteLaunch::kThreads);
