@@ -35,6 +35,7 @@ struct PlanShape {
     int32_t chains = 1;           // workers side by side
     int32_t heads_per_chain = 1;  // KV heads of a chain, one after the other
     int32_t lanes = 1;            // workers of a chain, at most kMaxLanes
+    int32_t long_rows = 0;  // sequences of more packed rows are not in the plan; 0: all are
     bool in_clusters = false;   // a chain's workers are one cluster, and have one tile between them
     int32_t window_left = -1;   // tokens around the diagonal; -1: all
     int32_t window_right = -1;  // causal: 0
@@ -183,6 +184,11 @@ tile_units(const PlanShape& shape, int32_t q_len, int32_t kv_len, int32_t row_ti
     return {units.begin, units.end > units.begin ? units.end : units.begin};
 }
 
+// Whether the sequence belongs to the prefill kernel.
+PAGETILE_HOST_DEVICE bool is_long(const PlanShape& shape, int64_t q_len) {
+    return shape.long_rows > 0 && q_len * shape.group > shape.long_rows;
+}
+
 // The lengths of one sequence, as far as they can be believed.
 struct PlanLengths {
     int32_t q_len;
@@ -200,6 +206,9 @@ PAGETILE_HOST_DEVICE PlanLengths plan_lengths(
     if (cu_seqlens_q != nullptr) {
         const int64_t begin = larger_of(0, cu_seqlens_q[batch_idx]);
         q_len = larger_of(0, smaller_of(cu_seqlens_q[batch_idx + 1] - begin, shape.max_q_len));
+    }
+    if (is_long(shape, q_len)) {
+        q_len = 0;
     }
     int64_t kv_len = seqused_k != nullptr ? seqused_k[batch_idx] : 0x7fffffff;
     if (cu_seqlens_k != nullptr) {

@@ -51,7 +51,7 @@ void check_limits(const AttentionParams& params) {
     check_below("page_size", params.page_size, kMaxInt);
 }
 
-sm80::KvSide make_side(const CacheView& view, int64_t element_bytes, int64_t head_dim) {
+KvSide make_side(const CacheView& view, int64_t element_bytes, int64_t head_dim) {
     const bool chunked = view.chunk < head_dim;
     return {
         .data = static_cast<const char*>(view.data),
@@ -72,7 +72,7 @@ bool is_aligned(const void* pointer, int64_t bytes) {
 
 // Whether every row begins and ends at a multiple of 16 bytes. A stride that is never stepped does
 // not matter.
-bool takes_16_bytes(const AttentionParams& params, const sm80::KvSide& side) {
+bool takes_16_bytes(const AttentionParams& params, const KvSide& side) {
     const auto fits = [](int64_t count, int64_t stride) {
         return count <= 1 || is_multiple(stride, 16);
     };
@@ -136,7 +136,7 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
 
     // Parameters
     const auto element_bytes = static_cast<int64_t>(dtype_size(params.kv_dtype));
-    sm80::SplitKvParams p = {};
+    KernelParams p = {};
     p.shape = shape;
     p.plan = plan;
     p.batch_per_lane =
@@ -163,7 +163,7 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
     if (params.block_table == nullptr) {
         // Packed rows are one page; each sequence begins somewhere in it.
         p.granule_log2 = 4;
-        for (sm80::KvSide& side : p.kv) {
+        for (KvSide& side : p.kv) {
             side.token_stride = side.page_stride;
             side.page_stride = 0;
         }

@@ -66,7 +66,7 @@ public:
 
     // `ring` is this key warp's; `list` this warp's own.
     __device__ KvRing(
-        const SplitKvParams& params,
+        const KernelParams& params,
         WorkList<Config::kRows>& list,
         const SequenceWindow& window,
         char* ring,
@@ -254,7 +254,7 @@ private:
         cute::cp_async_fence();
     }
 
-    static __device__ bool is_page(const SplitKvParams& params, int page) {
+    static __device__ bool is_page(const KernelParams& params, int page) {
         return static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
     }
 
@@ -301,7 +301,7 @@ private:
     // 16 whole rows of one page, all of them visible.
     template <class Layout, int kRowBytes>
     __device__ __forceinline__ void copy_page(
-        const KvSide& side, int page, int offset, char* to, int group
+        const gpu::KvSide& side, int page, int offset, char* to, int group
     ) const {
         using Copy = RowCopy<kRowBytes>;
         // Instructions for 16 keys, those of this row warp
@@ -344,7 +344,7 @@ private:
     // Small pages, the ends of what is visible, other alignments, rows in chunks. Out of the way of
     // the loop: instructions that are jumped over are fetched, too.
     static __device__ __noinline__ void copy_some(
-        const SplitKvParams& params, Some some, char* to
+        const KernelParams& params, Some some, char* to
     ) {
         copy_some_rows<KLayout, kRowBytesK>(params, params.kv[0], some, to);
         copy_some_rows<VLayout, kRowBytesV>(params, params.kv[1], some, to + kKeys * kRowBytesK);
@@ -352,7 +352,7 @@ private:
 
     template <class Layout, int kRowBytes>
     static __device__ __forceinline__ void copy_some_rows(
-        const SplitKvParams& params, const KvSide& side, const Some& some, char* to
+        const KernelParams& params, const gpu::KvSide& side, const Some& some, char* to
     ) {
         static constexpr int kElement = Config::kElementBytes;
         static constexpr int kChunks = kRowBytes / 16;
@@ -385,7 +385,7 @@ private:
     // 16 bytes, an element at a time.
     template <int kElement>
     static __device__ uint4
-    load_elements(const KvSide& side, const char* row, int first, bool is_there) {
+    load_elements(const gpu::KvSide& side, const char* row, int first, bool is_there) {
         uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll 1
         for (int d = first; d < first + 16 / kElement; ++d) {
@@ -406,7 +406,7 @@ private:
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
 
-    const SplitKvParams& params_;
+    const KernelParams& params_;
     WorkList<Config::kRows>& list_;
     const SequenceWindow& window_;
     char* ring_;

@@ -52,7 +52,7 @@ public:
     };
 
     // Best before the CTA meets: what is read of the item is then there when it is needed.
-    __device__ Merge(const SplitKvParams& params, const Item& item, int chain, Storage& storage)
+    __device__ Merge(const KernelParams& params, const Item& item, int chain, Storage& storage)
         : params_(params), item_(item), storage_(storage), chain_(chain) {
         rows_ = min(max(num_rows(params, item) - item.row_tile * kRows, 0), kRows);
     }
@@ -312,14 +312,14 @@ private:
     }
 
     static __device__ __forceinline__ Target
-    target_of(const SplitKvParams& params, const Item& item, int row_of_tile) {
+    target_of(const KernelParams& params, const Item& item, int row_of_tile) {
         const Row row = find_row(params, item, item.row_tile * kRows + row_of_tile);
         return {item.sequence.q_begin + row.token, row.head};
     }
 
     // Four elements of a row's result; its first thread writes the log-sum-exp.
     static __device__ __forceinline__ void write(
-        const SplitKvParams& params,
+        const KernelParams& params,
         const Item& item,
         const Target& target,
         int vector,
@@ -370,7 +370,7 @@ private:
 
     template <class Element>
     static __device__ __forceinline__ void write_16_bits(
-        const SplitKvParams& params, int64_t at, const float (&values)[4]
+        const KernelParams& params, int64_t at, const float (&values)[4]
     ) {
         const uint2 four = make_uint2(
             MathType<Element>::pack(values[0], values[1]),
@@ -387,7 +387,7 @@ private:
         to[3] = static_cast<uint16_t>(four.y >> 16);
     }
 
-    static __device__ float read_sink(const SplitKvParams& params, int head) {
+    static __device__ float read_sink(const KernelParams& params, int head) {
         const int64_t at = head * params.sinks_stride;
         if (params.sinks_dtype == DType::kFloat32) {
             return static_cast<const float*>(params.sinks)[at];
@@ -398,7 +398,7 @@ private:
                    : __half2float(__ushort_as_half(bits));
     }
 
-    const SplitKvParams& params_;
+    const KernelParams& params_;
     const Item item_;
     Storage& storage_;
     int chain_;

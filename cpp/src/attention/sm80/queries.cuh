@@ -19,13 +19,13 @@ struct Row {
 };
 
 // Rows of a sequence, below 2^31.
-__device__ __forceinline__ int32_t num_rows(const SplitKvParams& params, const Item& item) {
+__device__ __forceinline__ int32_t num_rows(const KernelParams& params, const Item& item) {
     return item.sequence.q_len * params.shape.group;
 }
 
 // Rows behind the last one are taken for it; whatever they compute is dropped.
 __device__ __forceinline__ Row
-find_row(const SplitKvParams& params, const Item& item, int32_t row) {
+find_row(const KernelParams& params, const Item& item, int32_t row) {
     const int32_t last = max(num_rows(params, item) - 1, 0);
     uint32_t in_group;
     const uint32_t token = params.group(in_group, static_cast<uint32_t>(min(row, last)));
@@ -37,12 +37,12 @@ find_row(const SplitKvParams& params, const Item& item, int32_t row) {
 
 // The key at which a packed row's query stands.
 __device__ __forceinline__ int32_t
-diagonal_of(const SplitKvParams& params, const Item& item, int32_t row) {
+diagonal_of(const KernelParams& params, const Item& item, int32_t row) {
     return find_row(params, item, row).token + item.sequence.kv_len - item.sequence.q_len;
 }
 
 __device__ __forceinline__ const char* query_row(
-    const SplitKvParams& params, const Item& item, Row row
+    const KernelParams& params, const Item& item, Row row
 ) {
     return params.q +
            static_cast<int64_t>(item.sequence.q_begin + row.token) * params.q_row_stride +
@@ -66,7 +66,7 @@ struct QueryTile {
 
     // By `count` threads, of which this is number `index`, as part of their next cp.async group.
     __device__ __forceinline__ void load(
-        const SplitKvParams& params, const Item& item, int index, int count
+        const KernelParams& params, const Item& item, int index, int count
     ) {
         const int row_bytes = is_float8(params.q_dtype) ? params.head_dim : 2 * params.head_dim;
         const int left = num_rows(params, item) - item.row_tile * Config::kRows;
@@ -112,7 +112,7 @@ struct Queries {
     float scale[kRowSteps][2];  // fp8: of the lane's two rows' scores, times log2(e)
 
     __device__ __forceinline__ void load(
-        const SplitKvParams& params, const Item& item, const Tile& tile, int row_warp
+        const KernelParams& params, const Item& item, const Tile& tile, int row_warp
     ) {
         const int lane = static_cast<int>(threadIdx.x % 32);
         float item_scale = 1.0f;
@@ -161,7 +161,7 @@ private:
     // row is first divided by a power of two, so that its largest element fits: what is then too
     // small for fp16 is 2^-38 of the largest. Returns what the row must be multiplied with.
     __device__ __forceinline__ float load_as_half(
-        const SplitKvParams& params, int n, const Tile& tile, int row
+        const KernelParams& params, int n, const Tile& tile, int row
     ) {
         const int lane = static_cast<int>(threadIdx.x % 32);
         const int t = lane % 4;

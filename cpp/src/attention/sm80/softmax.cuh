@@ -130,7 +130,7 @@ public:
 
     // Softcap, bias, a factor that is not positive: scores come out in log2 units.
     static __device__ __forceinline__ void transform(
-        const SplitKvParams& params,
+        const KernelParams& params,
         const Item& item,
         const Queries<Config>& queries,
         int row_warp,
@@ -173,7 +173,7 @@ public:
 
     // Keys outside [first, end) of their row weigh nothing.
     static __device__ __forceinline__ void mask(
-        const SplitKvParams& params, const Item& item, int row_warp, int first_key, Scores& scores
+        const KernelParams& params, const Item& item, int row_warp, int first_key, Scores& scores
     ) {
         const int lane = static_cast<int>(threadIdx.x % 32);
         const int32_t first_row = first_row_of(item, row_warp) + 2 * (lane % 4);

@@ -54,7 +54,7 @@ public:
         bool has_next;
     };
 
-    static __device__ void run(const SplitKvParams& params, char* dynamic_shared) {
+    static __device__ void run(const KernelParams& params, char* dynamic_shared) {
         __shared__ Shared shared;
         static_assert(sizeof(Shared) <= list_bytes(kShape));
         const int warp = __shfl_sync(kWarp, static_cast<int>(threadIdx.x / 32), 0);
@@ -168,7 +168,7 @@ private:
     // One warp finds the next item while all work at this one, and calls for its queries, in the
     // same cp.async group as the next tile of its ring. Whether there may be more behind it.
     static __device__ __noinline__ bool find_next(
-        const SplitKvParams& params,
+        const KernelParams& params,
         Shared& shared,
         bool has_more,
         int turn,
@@ -189,7 +189,7 @@ private:
     // Between the first tile and the copies that take its place: look().
     template <class Look>
     static __device__ __forceinline__ void attend(
-        const SplitKvParams& params,
+        const KernelParams& params,
         const Item& item,
         const Queries<Config>& queries,
         int key_warp,
@@ -287,7 +287,7 @@ private:
     // A key that a row may not see can hold a NaN, and that must not meet the row even with weight 0:
     // each row by itself, over the keys that it sees. Only for tiles that need it.
     static __device__ __forceinline__ void multiply_values_apart(
-        const SplitKvParams& params,
+        const KernelParams& params,
         const Item& item,
         int row_warp,
         int first_key,
@@ -347,7 +347,7 @@ inline constexpr int kDeviceArch = 900;  // parsed for the host, never run there
 
 template <class Math, class Stored, int kHeadDim, int kHeadDimV, int kRows>
 __global__ void __launch_bounds__(256, 1) split_kv_kernel(
-    const __grid_constant__ SplitKvParams params
+    const __grid_constant__ KernelParams params
 ) {
     extern __shared__ __align__(128) char shared[];
     SplitKv<Config<Math, Stored, kHeadDim, kHeadDimV, kRows, kDeviceArch>>::run(params, shared);

@@ -94,7 +94,7 @@ void prepare(
 }  // namespace
 
 void launch_split_kv(
-    SplitKvParams& params, DType kv_dtype, HeadDims dims, Device device, cudaStream_t stream
+    KernelParams& params, DType kv_dtype, HeadDims dims, Device device, cudaStream_t stream
 ) {
     const int rows = params.shape.rows;
     const void* kernel = find_instance(kv_dtype, dims, rows);

@@ -5,20 +5,18 @@
 
 #include "attention/dispatch.h"
 #include "attention/plan.h"
-#include "attention/sm80/split_kv_params.h"
+#include "attention/cuda/sequences.cuh"
 
 #include <cstdint>
 
 namespace pagetile::sm80 {
 
-inline constexpr unsigned kWarp = 0xffffffffu;
-
-struct Sequence {
-    int32_t q_begin;
-    int32_t q_len;
-    int32_t kv_begin;  // packed rows
-    int32_t kv_len;
-};
+using gpu::KernelParams;
+using gpu::kWarp;
+using gpu::load_sequence;
+using gpu::Sequence;
+using gpu::take;
+using gpu::token_of;
 
 // A tile of rows, or a piece of one: some of its keys.
 struct Item {
@@ -30,74 +28,6 @@ struct Item {
     TilePart part;
 };
 
-// What metadata says of a sequence.
-struct RawSequence {
-    int32_t q_begin;
-    int32_t q_end;
-    int32_t kv_begin;
-    int32_t kv_end;
-    int32_t kv_len;
-};
-
-// Does not wait for the loads.
-__device__ __forceinline__ RawSequence
-fetch_sequence(const SplitKvParams& params, int32_t batch_idx) {
-    RawSequence raw = {batch_idx, batch_idx + 1, 0, params.kv_capacity, params.kv_capacity};
-    if (params.cu_seqlens_q != nullptr) {
-        raw.q_begin = params.cu_seqlens_q[batch_idx];
-        raw.q_end = params.cu_seqlens_q[batch_idx + 1];
-    }
-    if (params.cu_seqlens_k != nullptr) [[unlikely]] {
-        raw.kv_begin = params.cu_seqlens_k[batch_idx];
-        raw.kv_end = params.cu_seqlens_k[batch_idx + 1];
-    }
-    if (params.seqused_k != nullptr) {
-        raw.kv_len = params.seqused_k[batch_idx];
-    }
-    return raw;
-}
-
-// Clamped to what the tensors hold.
-__device__ __forceinline__ Sequence
-make_sequence(const SplitKvParams& params, const RawSequence& raw) {
-    const auto clamp = [](int32_t value, int32_t least, int32_t most) {
-        return min(max(value, least), most);
-    };
-    Sequence sequence;
-    sequence.q_begin = clamp(raw.q_begin, 0, params.total_q);
-    sequence.q_len = clamp(raw.q_end, sequence.q_begin, params.total_q) - sequence.q_begin;
-    sequence.kv_begin = clamp(raw.kv_begin, 0, params.kv_capacity);
-    const int32_t kv_end = clamp(raw.kv_end, sequence.kv_begin, params.kv_capacity);
-    sequence.kv_len = clamp(raw.kv_len, 0, kv_end - sequence.kv_begin);
-    if (params.shape.piece_units > 0) [[unlikely]] {
-        // No more pieces than the workspace has slots for.
-        const int64_t most =
-            static_cast<int64_t>(params.shape.max_pieces) * params.shape.piece_units * kPlanKeys;
-        sequence.kv_len = static_cast<int32_t>(smaller_of(sequence.kv_len, most));
-    }
-    return sequence;
-}
-
-__device__ __forceinline__ Sequence load_sequence(const SplitKvParams& params, int32_t batch_idx) {
-    return make_sequence(params, fetch_sequence(params, batch_idx));
-}
-
-// The token of a packed row; there are fewer than 2^31 rows.
-__device__ __forceinline__ int32_t token_of(const SplitKvParams& params, int32_t row) {
-    uint32_t in_group;
-    return static_cast<int32_t>(params.group(in_group, static_cast<uint32_t>(max(row, 0))));
-}
-
-// The sequence that a lane of the warp has.
-__device__ __forceinline__ Sequence take(const Sequence& of_lane, int lane) {
-    return {
-        __shfl_sync(kWarp, of_lane.q_begin, lane),
-        __shfl_sync(kWarp, of_lane.q_len, lane),
-        __shfl_sync(kWarp, of_lane.kv_begin, lane),
-        __shfl_sync(kWarp, of_lane.kv_len, lane),
-    };
-}
-
 // One sequence for each lane of a warp, in a row.
 struct NearbySequences {
     int32_t first;
@@ -106,7 +36,7 @@ struct NearbySequences {
     // Those around where a lane of the plan begins if sequences are alike: read before the plan says
     // where it does begin.
     static __device__ __forceinline__ NearbySequences
-    load(const SplitKvParams& params, int32_t lane) {
+    load(const KernelParams& params, int32_t lane) {
         const auto guess =
             static_cast<int32_t>((static_cast<uint32_t>(lane) * params.batch_per_lane) >> 8);
         const auto me = static_cast<int32_t>(threadIdx.x % 32);
@@ -142,7 +72,7 @@ public:
     // Reads the lane. True: item() is its first item, as the plan worked it out. False: if there is
     // one, begin_anew() finds it.
     __device__ __forceinline__ bool begin(
-        const SplitKvParams& params, int32_t chain, int32_t lane, NearbySequences& nearby
+        const KernelParams& params, int32_t chain, int32_t lane, NearbySequences& nearby
     ) {
         const LaneWork work = load_lane(params, lane);
         nearby = NearbySequences::load(params, lane);
@@ -167,7 +97,7 @@ public:
 
     // In shared memory. False if the lane has no item.
     __device__ __noinline__ bool begin_anew(
-        const SplitKvParams& params, int32_t chain, int32_t lane
+        const KernelParams& params, int32_t chain, int32_t lane
     ) {
         WorkList here;
         here.stand_at(load_lane(params, lane), chain, lane);
@@ -200,7 +130,7 @@ public:
 
     // False when there is no more. In shared memory. A function of its own: it is seldom called, and
     // instructions that are jumped over are fetched, too.
-    __device__ __noinline__ bool next(const SplitKvParams& params, const SequenceWindow* window) {
+    __device__ __noinline__ bool next(const KernelParams& params, const SequenceWindow* window) {
         WorkList here = *this;
         const bool found = here.find_item(params, window);
         __syncwarp();  // all have read it
@@ -210,7 +140,7 @@ public:
 
 private:
     static __device__ __forceinline__ LaneWork
-    load_lane(const SplitKvParams& params, int32_t lane) {
+    load_lane(const KernelParams& params, int32_t lane) {
         LaneWork work;
         const auto* from = reinterpret_cast<const int4*>(params.plan + lane);
         auto* to = reinterpret_cast<int4*>(&work);
@@ -229,12 +159,12 @@ private:
         lane_ = lane;
     }
 
-    __device__ void end_item(const SplitKvParams& params) {
+    __device__ void end_item(const KernelParams& params) {
         rest_.begin = item_end(params.shape, rest_.begin, rest_.end);
         item_.part.unit_end = rest_.begin;
     }
 
-    __device__ bool find_item(const SplitKvParams& params, const SequenceWindow* window) {
+    __device__ bool find_item(const KernelParams& params, const SequenceWindow* window) {
         if (params.shape.piece_units > 0 && rest_.begin < rest_.end) {
             item_.part.piece += 1;
             item_.part.unit_begin = rest_.begin;
@@ -252,7 +182,7 @@ private:
 
     // The first sequence from `batch_idx` on that has queries; behind the end where none has.
     __device__ void find_sequence(
-        const SplitKvParams& params, const SequenceWindow* window, int32_t batch_idx
+        const KernelParams& params, const SequenceWindow* window, int32_t batch_idx
     ) {
         const int32_t end = min(end_.batch_idx + 1, params.shape.batch);
         const auto me = static_cast<int32_t>(threadIdx.x % 32);
@@ -275,7 +205,7 @@ private:
         at_.batch_idx = params.shape.batch;
     }
 
-    __device__ void advance(const SplitKvParams& params, const SequenceWindow* window) {
+    __device__ void advance(const KernelParams& params, const SequenceWindow* window) {
         at_.unit = 0;
         at_.row_tile += 1;
         if (at_.row_tile * kRows < item_.sequence.q_len * params.shape.group) {
@@ -290,7 +220,7 @@ private:
         find_sequence(params, window, at_.batch_idx + 1);
     }
 
-    __device__ bool next_tile(const SplitKvParams& params, const SequenceWindow* window) {
+    __device__ bool next_tile(const KernelParams& params, const SequenceWindow* window) {
         if (at_.batch_idx >= params.shape.batch) {
             return false;
         }

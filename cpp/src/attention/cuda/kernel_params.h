@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-namespace pagetile::sm80 {
+namespace pagetile::gpu {
 
 // K or V. Strides in bytes.
 struct KvSide {
@@ -24,7 +24,7 @@ struct KvSide {
 
 // In the order in which the kernel first needs them: every launch finds its parameters outside the
 // constant cache.
-struct SplitKvParams {
+struct KernelParams {
     // Schedule
     bool plan_waits;   // the plan is written by a kernel before this one
     bool pdl;          // or only queries, keys and values are
@@ -93,4 +93,4 @@ struct SplitKvParams {
     Scale v_scale;
 };
 
-}  // namespace pagetile::sm80
+}  // namespace pagetile::gpu

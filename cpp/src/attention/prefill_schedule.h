@@ -1,0 +1,51 @@
+#pragma once
+
+// The order in which the prefill kernels take their work. An item is a tile of query tokens of one
+// sequence, with all heads of one KV head's group, over all keys that it sees.
+//
+// Items are counted sequence by sequence. Within a sequence, so many KV heads are taken together as
+// the L2 cache holds keys and values of: all their tiles, those with the most keys first. Then the
+// next heads. Every tile of a KV head reads the same keys, so from memory they come once.
+
+#include "attention/plan.h"
+
+#include <cstdint>
+
+namespace pagetile {
+
+struct PrefillShape {
+    int32_t tokens = 1;  // of a tile
+    int32_t num_kv_heads = 1;
+    int32_t keys_in_cache = 1;  // of one KV head, in the L2 cache
+};
+
+PAGETILE_HOST_DEVICE int32_t prefill_tiles(const PrefillShape& shape, int32_t q_len) {
+    return static_cast<int32_t>(divide_up(q_len, shape.tokens));
+}
+
+PAGETILE_HOST_DEVICE int32_t prefill_items(const PrefillShape& shape, int32_t q_len) {
+    return prefill_tiles(shape, q_len) * shape.num_kv_heads;
+}
+
+// Where an item of a sequence is.
+struct PrefillPlace {
+    int32_t kv_head;
+    int32_t tile;
+};
+
+PAGETILE_HOST_DEVICE PrefillPlace
+prefill_place(const PrefillShape& shape, int32_t q_len, int32_t kv_len, uint32_t item) {
+    const auto tiles = static_cast<uint32_t>(prefill_tiles(shape, q_len));
+    const auto all_heads = static_cast<uint32_t>(shape.num_kv_heads);
+    const auto fit = static_cast<uint32_t>(shape.keys_in_cache / (kv_len > 0 ? kv_len : 1));
+    uint32_t heads = fit < 1 ? 1 : fit < all_heads ? fit : all_heads;
+    const uint32_t first_head = item / (tiles * heads) * heads;
+    const uint32_t in_group = item - first_head * tiles;
+    heads = heads < all_heads - first_head ? heads : all_heads - first_head;
+    return {
+        static_cast<int32_t>(first_head + in_group % heads),
+        static_cast<int32_t>(tiles - 1 - in_group / heads),
+    };
+}
+
+}  // namespace pagetile
