@@ -14,6 +14,12 @@ namespace {
 constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
 constexpr int64_t kAlign = 256;
 
+#if PAGETILE_HAS_SM90
+[[maybe_unused]] constexpr bool kHasSm90 = true;
+#else
+[[maybe_unused]] constexpr bool kHasSm90 = false;
+#endif
+
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // KV heads are dealt out to `chains` workers that run side by side: as many as there are heads,
@@ -39,6 +45,18 @@ int32_t num_chains(int64_t num_kv_heads, int num_sms) {
     return static_cast<int32_t>(best);
 }
 
+// Packed rows from which on sequences are the prefill kernel's; -1: none are. A single sequence is,
+// however short it turns out to be, so that no second kernel has to look for short ones. Its bits
+// must not depend on that, if they are to be the same in every batch.
+int32_t long_rows(const PlanParams& params, const PlanShape& shape, int64_t max_q_len, const Gpu& gpu) {
+    constexpr int32_t kMostHeads = 128;  // of a group, in a tile
+    const bool may_be_long = max_q_len <= 0 || max_q_len * shape.group > kLongRows;
+    if (!gpu.has_wgmma || !may_be_long || shape.group > kMostHeads) {
+        return -1;
+    }
+    return params.batch == 1 && !params.batch_invariant ? 0 : kLongRows;
+}
+
 // One sequence with one tile a KV head: the pieces of a tile meet in the shared memory of a cluster,
 // not in the workspace (H200: 0.9 us less). 64 multiprocessors read what 128 do; with fewer heads
 // there would be fewer still, and more than 15 clusters do not fit beside each other.
@@ -53,10 +71,16 @@ bool fits_clusters(const PlanParams& params, const PlanShape& shape, const Gpu& 
 Gpu gpu_of([[maybe_unused]] Device device) {
 #if PAGETILE_HAS_CUDA
     if (device.kind == DeviceKind::kCuda) {
-        return {num_sms_of(device, "paged_attention"), has_clusters(device, "paged_attention")};
+        constexpr const char* kFunction = "paged_attention";
+        const int capability = capability_of(device, kFunction);
+        return {
+            .num_sms = num_sms_of(device, kFunction),
+            .has_clusters = capability >= 90,
+            .has_wgmma = kHasSm90 && capability == 90,
+        };
     }
 #endif
-    return {.num_sms = 132, .has_clusters = true};
+    return {.num_sms = 132, .has_clusters = true, .has_wgmma = true};
 }
 
 HeadDims built_head_dims(int64_t head_dim, int64_t head_dim_v) {
@@ -102,6 +126,7 @@ PlanShape plan_shape(const PlanParams& params, const Gpu& gpu) {
         shape.group,
         params.batch_invariant
     );
+    shape.long_rows = long_rows(params, shape, max_q_len, gpu);
     shape.chains = num_chains(params.num_kv_heads, gpu.num_sms);
     shape.heads_per_chain = static_cast<int32_t>(params.num_kv_heads / shape.chains);
     shape.lanes =

@@ -13,6 +13,7 @@ namespace pagetile {
 struct Gpu {
     int num_sms;
     bool has_clusters;
+    bool has_wgmma;  // and this build has kernels for it
 };
 
 // The CPU plans for an H200.
@@ -27,6 +28,9 @@ struct HeadDims {
 };
 
 HeadDims built_head_dims(int64_t head_dim, int64_t head_dim_v);
+
+// Sequences of more packed rows than this are the prefill kernel's.
+inline constexpr int32_t kLongRows = 64;
 
 // Packed rows of a tile: 8, 16 or 32.
 int32_t rows_per_tile(HeadDims dims, int64_t max_seqlen_q, int64_t group, bool batch_invariant);

@@ -35,7 +35,7 @@ struct PlanShape {
     int32_t chains = 1;           // workers side by side
     int32_t heads_per_chain = 1;  // KV heads of a chain, one after the other
     int32_t lanes = 1;            // workers of a chain, at most kMaxLanes
-    int32_t long_rows = 0;  // sequences of more packed rows are not in the plan; 0: all are
+    int32_t long_rows = -1;  // sequences of more packed rows are not in the plan; -1: all are
     bool in_clusters = false;   // a chain's workers are one cluster, and have one tile between them
     int32_t window_left = -1;   // tokens around the diagonal; -1: all
     int32_t window_right = -1;  // causal: 0
@@ -186,7 +186,7 @@ tile_units(const PlanShape& shape, int32_t q_len, int32_t kv_len, int32_t row_ti
 
 // Whether the sequence belongs to the prefill kernel.
 PAGETILE_HOST_DEVICE bool is_long(const PlanShape& shape, int64_t q_len) {
-    return shape.long_rows > 0 && q_len * shape.group > shape.long_rows;
+    return shape.long_rows >= 0 && q_len * shape.group > shape.long_rows;
 }
 
 // The lengths of one sequence, as far as they can be believed.

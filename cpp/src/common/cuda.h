@@ -92,17 +92,23 @@ inline int num_sms_of(Device device, const char* function) {
     });
 }
 
-// Whether thread blocks of a GPU can form clusters, with shared memory that all of them reach.
-inline bool has_clusters(Device device, const char* function) {
+// Of a GPU: 90 is 9.0. From there on thread blocks can form clusters, with shared memory that all
+// of them reach.
+inline int capability_of(Device device, const char* function) {
     static AnswerOfDevice answers;
     return answers.get(device, function, [&] {
         int major = 0;
+        int minor = 0;
         check_cuda(
             cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index),
             function
         );
-        return major >= 9 ? 1 : 0;
-    }) != 0;
+        check_cuda(
+            cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index),
+            function
+        );
+        return 10 * major + minor;
+    });
 }
 
 // Lets a kernel start before the one ahead of it in the stream has ended.

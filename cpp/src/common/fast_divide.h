@@ -38,6 +38,8 @@ public:
         return quotient;
     }
 
+    PAGETILE_HOST_DEVICE uint32_t divisor() const { return divisor_; }
+
 private:
     uint32_t divisor_ = 1;
     uint32_t multiplier_ = 1u << 31;

@@ -14,6 +14,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
+// The same, where it stands: never behind an instruction that waits.
+__device__ __forceinline__ float exp2_in_place(float x) {
+    float y;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Copies 16 bytes to shared memory behind the thread's back, or zeroes them and reads nothing. (The
 // source size of CUTLASS's atom, a number in a register, takes six more instructions.)
 __device__ __forceinline__ void cp_async_16_bytes_if(bool is_there, void* to, const void* from) {
@@ -32,6 +39,19 @@ __device__ __forceinline__ void cp_async_16_bytes_if(bool is_there, void* to, co
 // __syncthreads'. (CUTLASS's function traps before 9.0.)
 __device__ __forceinline__ void sync_at_barrier(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// The same; whether any of the threads brought a true.
+__device__ __forceinline__ bool any_at_barrier(int barrier, int threads, bool mine) {
+    uint32_t any;
+    asm volatile(
+        "{.reg .pred mine, any; setp.ne.u32 mine, %3, 0; "
+        "barrier.cta.red.or.pred any, %1, %2, mine; selp.u32 %0, 1, 0, any;}"
+        : "=r"(any)
+        : "r"(barrier), "r"(threads), "r"(static_cast<uint32_t>(mine))
+        : "memory"
+    );
+    return any != 0;
 }
 
 // Adds 1 to a counter that goes from 0 to last and then back to 0; returns what it was. What this

@@ -11,6 +11,8 @@
 
 namespace pagetile::gpu {
 
+inline constexpr int32_t kNoChunks = 30;  // chunk_log2 of a row in one piece
+
 // K or V. Strides in bytes.
 struct KvSide {
     const char* data;

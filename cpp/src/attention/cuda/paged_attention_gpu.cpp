@@ -4,6 +4,9 @@
 #include "attention/cuda/workspace.h"
 #include "attention/dispatch.h"
 #include "attention/sm80/split_kv_launch.h"
+#if PAGETILE_HAS_SM90
+#include "attention/sm90/prefill_launch.h"
+#endif
 #include "common/cuda.h"
 
 #include <algorithm>
@@ -17,8 +20,7 @@ namespace {
 constexpr const char* kFunction = "paged_attention";
 constexpr float kLog2e = 1.4426950408889634f;
 // Positions of keys, rounded up to whole tiles, are 32-bit integers.
-constexpr int64_t kMaxKeys = std::numeric_limits<int32_t>::max() - 64;
-constexpr int kNoChunks = 30;
+constexpr int64_t kMaxKeys = std::numeric_limits<int32_t>::max() - 256;
 
 void check_limits(const AttentionParams& params) {
     if (!is_float8(params.kv_dtype) && params.kv_dtype != DType::kFloat16 &&
@@ -81,72 +83,11 @@ bool takes_16_bytes(const AttentionParams& params, const KvSide& side) {
            fits(params.num_kv_heads, side.head_stride);
 }
 
-}  // namespace
-
-void paged_attention(const AttentionParams& params, cudaStream_t stream) {
-    check_limits(params);
-    if (params.batch == 0 || params.total_q == 0) {
-        return;
-    }
-    const DeviceGuard guard(params.device, kFunction);
-
-    // Schedule
-    PlanParams step = plan_params(params);
-    const int64_t capacity = std::min(
-        params.block_table == nullptr ? params.num_pages : params.max_pages * params.page_size,
-        kMaxKeys
-    );
-    step.max_seqlen_k = step.max_seqlen_k > 0 ? std::min(step.max_seqlen_k, capacity) : capacity;
-    PlanShape shape = plan_shape(step, gpu_of(params.device));
-    shape.max_q_len = static_cast<int32_t>(params.total_q);
-    const WorkspaceLayout layout =
-        workspace_layout(shape, params.max_seqlen_q, params.head_dim, params.head_dim_v);
-    auto* workspace = static_cast<char*>(params.workspace);
-    if (workspace == nullptr) {
-        workspace = stream_workspace(params.device, stream, layout.bytes);
-    } else if (params.workspace_bytes < layout.bytes) {
-        fail(
-            "paged_attention: workspace must have at least ",
-            layout.bytes,
-            " bytes, got ",
-            params.workspace_bytes
-        );
-    }
-    const auto* plan = static_cast<const LaneWork*>(params.plan);
-    // The plan of the call lies in the stream's workspace until the kernel behind it has run: no other
-    // thread may launch one in between.
-    static std::mutex planning;
-    std::unique_lock<std::mutex> lock;
-    if (plan == nullptr) {
-        lock = std::unique_lock(planning);
-        auto* made = reinterpret_cast<LaneWork*>(workspace + layout.plan);
-        launch_plan(
-            {.shape = shape,
-             .cu_seqlens_q = params.cu_seqlens_q,
-             .seqused_k = params.seqused_k,
-             .cu_seqlens_k = params.cu_seqlens_k,
-             .plan = made,
-             .pdl = params.pdl,
-             .next_waits = true},
-            params.device,
-            stream
-        );
-        plan = made;
-    }
-
-    // Parameters
-    const auto element_bytes = static_cast<int64_t>(dtype_size(params.kv_dtype));
+// All of a call but the schedule.
+KernelParams kernel_params(const AttentionParams& params, int64_t capacity) {
     KernelParams p = {};
-    p.shape = shape;
-    p.plan = plan;
-    p.batch_per_lane =
-        (static_cast<uint32_t>(shape.batch) << 8) / static_cast<uint32_t>(shape.lanes);
-    p.counters = reinterpret_cast<uint32_t*>(workspace);
-    p.rows_max = reinterpret_cast<float2*>(workspace + layout.rows_max);
-    p.rows_out = reinterpret_cast<float*>(workspace + layout.rows_out);
-    p.slot_rows = layout.slot_rows;
-    p.chains = FastDivide(static_cast<uint32_t>(shape.chains));
-    p.group = FastDivide(static_cast<uint32_t>(shape.group));
+    const auto element_bytes = static_cast<int64_t>(dtype_size(params.kv_dtype));
+    p.group = FastDivide(static_cast<uint32_t>(params.num_q_heads / params.num_kv_heads));
     p.cu_seqlens_q = params.cu_seqlens_q;
     p.seqused_k = params.seqused_k;
     p.cu_seqlens_k = params.cu_seqlens_k;
@@ -209,8 +150,158 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
     p.softmax_lse = params.softmax_lse;
     p.lse_head_stride = params.lse_head_stride;
     p.lse_row_stride = params.lse_row_stride;
-    p.plan_waits = params.plan == nullptr;
-    p.pdl = params.pdl && params.plan != nullptr;
+    return p;
+}
+
+// The workspace of a call, and where in it things are.
+struct WorkspaceOfCall {
+    WorkspaceLayout layout;
+    char* data;
+};
+
+WorkspaceOfCall find_workspace(
+    const AttentionParams& params, const PlanShape& shape, cudaStream_t stream
+) {
+    const WorkspaceLayout layout =
+        workspace_layout(shape, params.max_seqlen_q, params.head_dim, params.head_dim_v);
+    if (params.workspace == nullptr) {
+        return {layout, stream_workspace(params.device, stream, layout.bytes)};
+    }
+    if (params.workspace_bytes < layout.bytes) {
+        fail(
+            "paged_attention: workspace must have at least ",
+            layout.bytes,
+            " bytes, got ",
+            params.workspace_bytes
+        );
+    }
+    return {layout, static_cast<char*>(params.workspace)};
+}
+
+void set_schedule(
+    KernelParams& p, const PlanShape& shape, const WorkspaceOfCall& workspace, const LaneWork* plan
+) {
+    const WorkspaceLayout& layout = workspace.layout;
+    p.shape = shape;
+    p.plan = plan;
+    p.batch_per_lane =
+        (static_cast<uint32_t>(shape.batch) << 8) / static_cast<uint32_t>(shape.lanes);
+    p.counters = reinterpret_cast<uint32_t*>(workspace.data);
+    p.rows_max = reinterpret_cast<float2*>(workspace.data + layout.rows_max);
+    p.rows_out = reinterpret_cast<float*>(workspace.data + layout.rows_out);
+    p.slot_rows = layout.slot_rows;
+    p.chains = FastDivide(static_cast<uint32_t>(shape.chains));
+}
+
+#if PAGETILE_HAS_SM90
+
+// The WGMMA kernel's parameters. False: these tensors are not for it.
+bool prefill_params(
+    sm90::PrefillParams& prefill,
+    const AttentionParams& params,
+    const KernelParams& call,
+    HeadDims dims
+) {
+    if (params.kv_dtype != params.q_dtype) {
+        return false;
+    }
+    constexpr int64_t kBytesInCache = 32 << 20;  // of an L2 cache of 50 MB
+    const int64_t key_bytes = 2 * (params.head_dim + params.head_dim_v);
+    prefill.call = call;
+    prefill.call.out_is_aligned = is_aligned(params.out, 16) &&
+                                  is_multiple(params.out_row_stride, 8) &&
+                                  is_multiple(params.out_head_stride, 8);
+    prefill.schedule = {
+        .tokens = sm90::prefill_tile(dims.k, dims.v).rows() / call.shape.group,
+        .num_kv_heads = static_cast<int32_t>(params.num_kv_heads),
+        .keys_in_cache = static_cast<int32_t>(kBytesInCache / key_bytes),
+    };
+    if (!sm90::describe_tensors(prefill, params.q_dtype, dims)) {
+        return false;
+    }
+    if (params.block_table == nullptr) {
+        prefill.call.page_size = FastDivide(std::numeric_limits<int32_t>::max());
+    }
+    return true;
+}
+
+#endif
+
+}  // namespace
+
+void paged_attention(const AttentionParams& params, cudaStream_t stream) {
+    check_limits(params);
+    if (params.batch == 0 || params.total_q == 0) {
+        return;
+    }
+    const DeviceGuard guard(params.device, kFunction);
+
+    // Schedule
+    PlanParams step = plan_params(params);
+    const int64_t capacity = std::min(
+        params.block_table == nullptr ? params.num_pages : params.max_pages * params.page_size,
+        kMaxKeys
+    );
+    step.max_seqlen_k = step.max_seqlen_k > 0 ? std::min(step.max_seqlen_k, capacity) : capacity;
+    const Gpu gpu = gpu_of(params.device);
+    PlanShape shape = plan_shape(step, gpu);
+    shape.max_q_len = static_cast<int32_t>(params.total_q);
+    const HeadDims dims = built_head_dims(params.head_dim, params.head_dim_v);
+    KernelParams p = kernel_params(params, capacity);
+    const WorkspaceOfCall workspace = find_workspace(params, shape, stream);
+    const auto* plan = static_cast<const LaneWork*>(params.plan);
+#if PAGETILE_HAS_SM90
+    sm90::PrefillParams prefill = {};
+    if (shape.long_rows >= 0) {
+        set_schedule(p, shape, workspace, plan);
+        if (!prefill_params(prefill, params, p, sm90::prefill_dims(dims))) {
+            shape.long_rows = -1;
+            plan = nullptr;  // it leaves them out
+        }
+    }
+#endif
+    // The plan of the call lies in the stream's workspace until the kernel behind it has run: no other
+    // thread may launch one in between.
+    static std::mutex planning;
+    std::unique_lock<std::mutex> lock;
+    const bool plans = plan == nullptr;
+    if (plans) {
+        lock = std::unique_lock(planning);
+        auto* made = reinterpret_cast<LaneWork*>(workspace.data + workspace.layout.plan);
+        launch_plan(
+            {.shape = shape,
+             .cu_seqlens_q = params.cu_seqlens_q,
+             .seqused_k = params.seqused_k,
+             .cu_seqlens_k = params.cu_seqlens_k,
+             .plan = made,
+             .pdl = params.pdl,
+             .next_waits = true},
+            params.device,
+            stream
+        );
+        plan = made;
+    }
+    set_schedule(p, shape, workspace, plan);
+    p.plan_waits = plans;
+    p.pdl = params.pdl && !plans;
+#if PAGETILE_HAS_SM90
+    if (shape.long_rows >= 0) {
+        prefill.waits_for_inputs = p.pdl;
+        prefill.next_item =
+            reinterpret_cast<uint32_t*>(workspace.data + kCounterBytes - sizeof(uint32_t));
+        sm90::launch_prefill(
+            prefill,
+            params.q_dtype,
+            sm90::prefill_dims(dims),
+            gpu.num_sms,
+            params.device,
+            stream
+        );
+        if (shape.long_rows == 0) {
+            return;
+        }
+    }
+#endif
     // What the plan was made for is a bound, but not one that has been checked. In a programmatic
     // chain clusters find no place beside the kernel before (H200: 16 us for 13 without the chain).
     p.in_clusters = shape.in_clusters && !p.pdl && params.total_q * shape.group <= shape.rows;

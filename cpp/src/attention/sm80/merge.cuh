@@ -3,6 +3,7 @@
 // From the warps' sums to the result: the warps of a CTA in shared memory, the pieces of a tile in
 // the workspace, by whichever CTA comes last.
 
+#include "attention/cuda/sinks.cuh"
 #include "attention/sm80/queries.cuh"
 #include "attention/sm80/softmax.cuh"
 #include "common/ptx.cuh"
@@ -329,7 +330,7 @@ private:
         const int64_t token = target.token;
         float factor = 1.0f;
         if (params.sinks != nullptr) {
-            const float sink = read_sink(params, target.head) * kLog2e;
+            const float sink = gpu::read_sink(params, target.head) * kLog2e;
             const float largest = fmaxf(sum.x, sink);
             if (largest != -kInfinity) {
                 factor = weight_of(sum, largest);
@@ -385,17 +386,6 @@ private:
         to[1] = static_cast<uint16_t>(four.x >> 16);
         to[2] = static_cast<uint16_t>(four.y);
         to[3] = static_cast<uint16_t>(four.y >> 16);
-    }
-
-    static __device__ float read_sink(const KernelParams& params, int head) {
-        const int64_t at = head * params.sinks_stride;
-        if (params.sinks_dtype == DType::kFloat32) {
-            return static_cast<const float*>(params.sinks)[at];
-        }
-        const uint16_t bits = static_cast<const uint16_t*>(params.sinks)[at];
-        return params.sinks_dtype == DType::kBFloat16
-                   ? __uint_as_float(static_cast<uint32_t>(bits) << 16)
-                   : __half2float(__ushort_as_half(bits));
     }
 
     const KernelParams& params_;
