@@ -1,0 +1,237 @@
+#pragma once
+
+// A consumer warpgroup: 64 rows of each item.
+//
+// One loop runs over the tiles of all items. Each turn starts the scores of the next tile (of the
+// next item, after the last tile of this one) and then the products of this tile's weights with its
+// values; the softmax of the next tile runs while the tensor cores are at the latter. So they are
+// never without work, and an item has no prologue of its own.
+
+#include "attention/sm90/results.cuh"
+#include "attention/sm90/values.cuh"
+
+#include <cstdint>
+
+namespace pagetile::sm90 {
+
+template <class Config>
+class Consumer {
+public:
+    using Element = typename Config::Element;
+    using Storage = Shared<Config>;
+    static constexpr int kKeys = Config::kKeys;
+    static constexpr int kStages = Config::kTile.stages;
+    static constexpr int kBuffers = Config::kTile.query_buffers;
+
+    __device__ __forceinline__ Consumer(
+        const gpu::KernelParams& params, Storage& shared, int warpgroup
+    )
+        : params_(params),
+          shared_(shared),
+          items_(shared),
+          rows_(params, warpgroup),
+          warpgroup_(warpgroup) {
+        factor_ = Config::kTransforms ? 1.0f : params.scale;
+    }
+
+    __device__ __forceinline__ void run() {
+        const PrefillItem* item = &items_.wait();
+        if (item->num_tokens == kNoMore) {
+            return;
+        }
+        int32_t tile = last_tile<Config>(*item);
+        int32_t first = first_tile<Config>(*item);
+        softmax_.begin();
+        ClusterBarrier::wait(&shared_.q_full[0], 0);
+        ClusterBarrier::wait(&shared_.k_full[0], 0);
+        start_scores();
+        cute::warpgroup_wait<0>();
+        end_scores(tile == first);
+        bool at_edge = rule(*item, tile);
+        softmax_.step(scores_, factor_);
+        pack_weights();
+
+        bool is_new = true;  // no values have been added yet
+        while (true) {
+            const bool is_last = tile == first;
+            const PrefillItem* next = item;
+            int32_t next_tile = tile - 1;
+            if (is_last) {
+                next = &items_.wait();
+                if (next->num_tokens == kNoMore) {
+                    break;
+                }
+                next_tile = last_tile<Config>(*next);
+                first = first_tile<Config>(*next);
+                ClusterBarrier::wait(
+                    &shared_.q_full[num_queries_ % kBuffers], num_queries_ / kBuffers % 2
+                );
+            }
+            if (at_edge) [[unlikely]] {
+                ClusterBarrier::wait(&shared_.v_full[v_.index], v_.turn);
+                is_new = !clean_values(*item, tile, is_new) && is_new;
+            }
+            ClusterBarrier::wait(&shared_.k_full[k_.index], k_.turn);
+            float largest[2] = {softmax_.largest[0], softmax_.largest[1]};
+            float sum[2] = {softmax_.sum[0], softmax_.sum[1]};
+            if (is_last) {
+                softmax_.begin();
+            }
+            start_scores();
+            ClusterBarrier::wait(&shared_.v_full[v_.index], v_.turn);
+            start_values(!is_new);
+            cute::warpgroup_wait<1>();
+            end_scores(next_tile == first);
+            at_edge = rule(*next, next_tile);
+            softmax_.step(scores_, factor_);
+            stay_before_wait();
+            cute::warpgroup_wait<0>();
+            end_values();
+            if (is_last) {
+                store_results<Config>(params_, *item, rows_, largest, sum, out_);
+                items_.release(*item);
+            } else {
+                rescale();
+            }
+            pack_weights();
+            is_new = is_last;
+            item = next;
+            tile = next_tile;
+        }
+        ClusterBarrier::wait(&shared_.v_full[v_.index], v_.turn);
+        if (at_edge) {
+            is_new = !clean_values(*item, tile, is_new) && is_new;
+        }
+        start_values(!is_new);
+        cute::warpgroup_wait<0>();
+        store_results<Config>(params_, *item, rows_, softmax_.largest, softmax_.sum, out_);
+    }
+
+private:
+    // Of a tile of keys, with the queries at hand.
+    __device__ __forceinline__ void start_scores() {
+        constexpr int kSteps = Config::kHeadDim / 16;
+        constexpr int kStepsOfSlab = kSlabElements / 16;
+        const Operand q =
+            Operand::at(shared_.q[0], 16).plus(
+                num_queries_ % kBuffers * Config::kQueryBytes +
+                static_cast<uint32_t>(warpgroup_ * 64 * kSlabBytes)
+            );
+        const Operand k =
+            Operand::at(shared_.k[0], 16).plus(static_cast<uint32_t>(k_.index * Config::kKeyBytes));
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            const int slab = step / kStepsOfSlab;
+            const int byte = step % kStepsOfSlab * 32;
+            multiply_keys<Element, kKeys>(
+                q.plus(slab * Config::kRows * kSlabBytes + byte),
+                k.plus(slab * kKeys * kSlabBytes + byte),
+                scores_,
+                step > 0
+            );
+        }
+        cute::warpgroup_commit_batch();
+    }
+
+    // They are there: the keys are free, and so are the queries after an item's last tile.
+    __device__ __forceinline__ void end_scores(bool is_last_of_item) {
+        arrive(&shared_.k_free[k_.index]);
+        k_.advance();
+        if (is_last_of_item) {
+            arrive(&shared_.q_free[num_queries_ % kBuffers]);
+        }
+        num_queries_ += is_last_of_item ? 1 : 0;  // without a branch it stays a uniform register
+    }
+
+    __device__ __forceinline__ void start_values(bool adds) {
+        constexpr int kSteps = kKeys / kGranule;
+        const Operand v = Operand::at(shared_.v[0], kGranuleBytes)
+                              .plus(static_cast<uint32_t>(v_.index * Config::kValueBytes));
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            multiply_values<Element, Config::kHeadDimV>(
+                weights_ + 4 * step,
+                v.plus(step * Config::kSlabsV * kGranuleBytes),
+                out_,
+                step > 0 || adds
+            );
+        }
+        cute::warpgroup_commit_batch();
+    }
+
+    __device__ __forceinline__ void end_values() {
+        arrive(&shared_.v_free[v_.index]);
+        v_.advance();
+    }
+
+    // One thread speaks for the warpgroup: its products are done when they are done for all.
+    static __device__ __forceinline__ void arrive(uint64_t* barrier) {
+        if (threadIdx.x % 128 == 0) {
+            ClusterBarrier::arrive(barrier);
+        }
+    }
+
+    // What a score is besides a product. Whether some row does not see all of the tile.
+    __device__ __forceinline__ bool rule(const PrefillItem& item, int32_t tile) {
+        if constexpr (Config::kTransforms) {
+            transform<Config>(params_, item, rows_, tile, scores_);
+        }
+        const bool at_edge =
+            (tile + 1) * kKeys > item.keys.all_end || tile * kKeys < item.keys.all_begin;
+        if (at_edge) [[unlikely]] {
+            mask<Config>(params_.shape, item, rows_, tile, scores_);
+        }
+        return at_edge;
+    }
+
+    __device__ __forceinline__ bool clean_values(const PrefillItem& item, int32_t tile, bool is_first) {
+        EdgeValues<Config> edge(
+            params_.shape, item, rows_, tile, shared_.v[v_.index], warpgroup_
+        );
+        return edge.clean(out_, is_first);
+    }
+
+    // ptxas moves `wgmma.wait_group 0` above the exponentials, for which it should be late (5 % of the
+    // time, nvcc 13.0). A branch on their sum holds it: the loop never runs.
+    __device__ __forceinline__ void stay_before_wait() {
+        while (__any_sync(kWarp, softmax_.sum[0] < 0.0f || softmax_.sum[1] < 0.0f)) {
+            __nanosleep(20);
+            asm volatile("" : "+f"(softmax_.sum[0]), "+f"(softmax_.sum[1])::"memory");
+        }
+    }
+
+    __device__ __forceinline__ void rescale() {
+        const bool scales = softmax_.rescale[0] != 1.0f || softmax_.rescale[1] != 1.0f;
+        if (__any_sync(kWarp, scales)) {
+#pragma unroll
+            for (int i = 0; i < Config::kHeadDimV / 2; ++i) {
+                out_[i] *= softmax_.rescale[i / 2 % 2];
+            }
+        }
+    }
+
+    __device__ __forceinline__ void pack_weights() {
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i) {
+            weights_[i] = pack(Element{}, scores_[2 * i], scores_[2 * i + 1]);
+        }
+    }
+
+    const gpu::KernelParams& params_;
+    Storage& shared_;
+    ItemReader<Config> items_;
+    Rows rows_;
+    int warpgroup_;
+    float factor_;  // from scores to log2 units
+    uint32_t num_queries_ = 0;  // items whose queries are no longer needed
+    RingPlace<kStages> k_;
+    RingPlace<kStages> v_;
+    Softmax softmax_;
+    float scores_[kKeys / 2];
+    uint32_t weights_[kKeys / 4];
+    float out_[Config::kHeadDimV / 2];
+};
+
+}  // namespace pagetile::sm90

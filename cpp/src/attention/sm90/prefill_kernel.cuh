@@ -1,0 +1,92 @@
+#pragma once
+
+// Attention at the speed of the tensor cores, for long queries on Hopper: a producer warpgroup brings
+// pages by TMA, consumer warpgroups multiply. docs/kernels/attention_sm90.md tells how it works and
+// what it was measured to do.
+
+#include "attention/sm90/consumer.cuh"
+#include "attention/sm90/producer.cuh"
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cstdint>
+
+namespace pagetile::sm90 {
+
+template <class Config>
+__device__ __forceinline__ void begin_barriers(Shared<Config>& shared) {
+    constexpr int kWarpgroups = Config::kTile.warpgroups;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Config::kTile.stages; ++i) {
+            ClusterBarrier::init(&shared.k_full[i], 1);
+            ClusterBarrier::init(&shared.v_full[i], 1);
+            ClusterBarrier::init(&shared.k_free[i], kWarpgroups);
+            ClusterBarrier::init(&shared.v_free[i], kWarpgroups);
+        }
+        for (int i = 0; i < Config::kTile.query_buffers; ++i) {
+            ClusterBarrier::init(&shared.q_full[i], 1);
+            ClusterBarrier::init(&shared.q_free[i], kWarpgroups);
+        }
+        for (int i = 0; i < kItems; ++i) {
+            ClusterBarrier::init(&shared.item_full[i], 1);
+            ClusterBarrier::init(&shared.item_free[i], kLoaders + 4 * kWarpgroups);
+        }
+        cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+}
+
+template <class Config>
+__device__ __forceinline__ void produce(
+    const PrefillParams& params, Shared<Config>& shared, Role role, uint32_t num_ctas
+) {
+    switch (role) {
+        case Role::kKeys:
+            Producer<Config>(params, shared).template load<false, 0, 2>();
+            break;
+        case Role::kMoreKeys:
+            Producer<Config>(params, shared).template load<false, 1, 2>();
+            break;
+        case Role::kValues:
+            Producer<Config>(params, shared).template load<true, 0, 1>();
+            break;
+        case Role::kSchedule:
+            Scheduler<Config>(params, shared, num_ctas).run();
+            break;
+    }
+}
+
+template <class Element, int kHeadDim, int kHeadDimV, bool kTransforms>
+__global__ void
+__launch_bounds__(prefill_tile(kHeadDim, kHeadDimV).num_threads(), 1) prefill_kernel(
+    const __grid_constant__ PrefillParams params
+) {
+    using ThisConfig = Config<Element, kHeadDim, kHeadDimV, kTransforms>;
+    constexpr PrefillTile kTile = ThisConfig::kTile;
+    extern __shared__ __align__(1024) char dynamic_shared[];
+    auto& shared = *reinterpret_cast<Shared<ThisConfig>*>(dynamic_shared);
+    begin_barriers(shared);
+    if (params.waits_for_plan) {
+        ptx::wait_for_dependencies();
+    }
+    const uint32_t num_ctas =
+        params.num_ctas == nullptr ? gridDim.x : static_cast<uint32_t>(*params.num_ctas);
+    if (params.waits_for_inputs) {
+        ptx::wait_for_dependencies();
+    }
+    ptx::launch_dependents();
+    if (blockIdx.x >= num_ctas) {
+        return;
+    }
+    // Uniform for the compiler, too: else every product takes six more instructions.
+    const int warp = __shfl_sync(kWarp, static_cast<int>(threadIdx.x / 32), 0);
+    if (warp < 4) {
+        cutlass::arch::warpgroup_reg_dealloc<producer_registers(kTile)>();
+        produce(params, shared, static_cast<Role>(warp), num_ctas);
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<consumer_registers(kTile)>();
+        Consumer<ThisConfig>(params.call, shared, warp / 4 - 1).run();
+    }
+}
+
+}  // namespace pagetile::sm90

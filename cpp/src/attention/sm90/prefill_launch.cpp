@@ -1,0 +1,57 @@
+#include "attention/sm90/prefill_launch.h"
+
+#include "common/cuda.h"
+
+#include <atomic>
+
+namespace pagetile::sm90 {
+namespace {
+
+constexpr const char* kFunction = "paged_attention";
+constexpr int kInstances = 2 * 2 * 8;
+
+// Whether an instance may have its shared memory on a device, asked for once.
+std::atomic<bool>& is_ready(DType dtype, HeadDims dims, bool transforms, Device device) {
+    static std::atomic<bool> ready[kMaxDevices][kInstances];
+    check_device_index(device, kFunction);
+    const int dim = dims.k == dims.v ? dims.k / 32 - 2 : 7;  // 64: 0, 96: 1, .. 256: 6
+    return ready[device.index]
+                [(dtype == DType::kFloat16 ? 16 : 0) + (transforms ? 8 : 0) + dim];
+}
+
+}  // namespace
+
+void launch_prefill(
+    PrefillParams& params, DType dtype, HeadDims dims, int num_ctas, Device device, cudaStream_t stream
+) {
+    const bool transforms = params.call.transforms;
+    const PrefillInstance instance = dtype == DType::kFloat16
+                                         ? prefill_half_t(dims, transforms)
+                                         : prefill_bfloat16_t(dims, transforms);
+    std::atomic<bool>& ready = is_ready(dtype, dims, transforms, device);
+    if (!ready.load(std::memory_order_acquire)) {
+        const RelaxedCapture relaxed(kFunction);
+        check_launch(
+            cudaFuncSetAttribute(
+                instance.kernel,
+                cudaFuncAttributeMaxDynamicSharedMemorySize,
+                instance.shared_memory
+            ),
+            kFunction,
+            device
+        );
+        ready.store(true, std::memory_order_release);
+    }
+    cudaLaunchAttribute attribute = programmatic_launch();
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(num_ctas));
+    config.blockDim = dim3(static_cast<unsigned>(instance.tile.num_threads()));
+    config.dynamicSmemBytes = static_cast<size_t>(instance.shared_memory);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = params.waits_for_plan || params.waits_for_inputs ? 1 : 0;
+    void* arguments[] = {&params};
+    check_launch(cudaLaunchKernelExC(&config, instance.kernel, arguments), kFunction, device);
+}
+
+}  // namespace pagetile::sm90

@@ -1,0 +1,37 @@
+#pragma once
+
+#include "attention/dispatch.h"
+#include "attention/sm90/prefill_params.h"
+#include "attention/sm90/tile_shapes.h"
+#include "attention/sm90/prefill_params.h"
+#include "attention/sm90/tile_shapes.h"
+#include "pagetile/device.h"
+#include "pagetile/dtype.h"
+
+#include <cuda_runtime_api.h>
+
+namespace pagetile::sm90 {
+
+// The head dimensions of the instance that serves these: whole slabs of 64.
+constexpr HeadDims prefill_dims(HeadDims dims) {
+    return dims.k == 96 ? HeadDims{128, 128} : dims;
+}
+
+struct PrefillInstance {
+    const void* kernel;
+    PrefillTile tile;
+    int shared_memory;  // bytes
+};
+
+// The instances, by the type of all elements.
+PrefillInstance prefill_half_t(HeadDims dims, bool transforms);
+PrefillInstance prefill_bfloat16_t(HeadDims dims, bool transforms);
+
+// The tensor maps of a call. False: its tensors are not laid out as TMA needs them.
+bool describe_tensors(PrefillParams& params, DType dtype, HeadDims dims);
+
+void launch_prefill(
+    PrefillParams& params, DType dtype, HeadDims dims, int num_ctas, Device device, cudaStream_t stream
+);
+
+}  // namespace pagetile::sm90

@@ -1,0 +1,188 @@
+#pragma once
+
+// The two packed rows of a tile that a thread has, and what it does with their scores: rules that
+// change them, keys that they may not see, the online softmax in log2 units.
+
+#include "attention/sm90/shared.cuh"
+#include "common/ptx.cuh"
+
+#include <cstdint>
+
+namespace pagetile::sm90 {
+
+inline constexpr float kInfinity = __builtin_huge_valf();
+inline constexpr float kLog2e = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+// Which rows a thread has: the same in every tile, for tiles begin with a token.
+struct Rows {
+    int32_t row[2];    // of the tile
+    int32_t token[2];  // of the tile
+    int32_t head[2];   // of the group
+
+    __device__ __forceinline__ Rows(const gpu::KernelParams& params, int warpgroup) {
+        const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+        const auto warp = static_cast<int32_t>(threadIdx.x / 32 % 4);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            row[i] = warpgroup * 64 + warp * 16 + lane / 4 + i * 8;
+            uint32_t in_group;
+            token[i] =
+                static_cast<int32_t>(params.group(in_group, static_cast<uint32_t>(row[i])));
+            head[i] = static_cast<int32_t>(in_group);
+        }
+    }
+};
+
+// The key at which the tile's first token stands.
+__device__ __forceinline__ int32_t diagonal_of(const PrefillItem& item) {
+    return item.sequence.kv_len - item.sequence.q_len + item.first_token;
+}
+
+// Keys [begin, end) of a tile that a row sees, counted from the thread's first column.
+struct Visible {
+    int32_t begin;
+    int32_t end;
+};
+
+template <class Config>
+__device__ __forceinline__ Visible visible_in_tile(
+    const PlanShape& shape, const PrefillItem& item, int32_t token, int32_t tile
+) {
+    // As visible_keys(), with the sequence's last query at its last key.
+    const int32_t diagonal = diagonal_of(item) + token;
+    Visible keys = {0, item.sequence.kv_len};
+    if (shape.window_left >= 0) {
+        keys.begin = diagonal - shape.window_left;
+    }
+    if (shape.window_right >= 0 &&
+        static_cast<int64_t>(diagonal) + shape.window_right < item.sequence.kv_len) {
+        keys.end = diagonal + shape.window_right + 1;
+    }
+    const auto first = static_cast<int32_t>(tile * Config::kKeys + threadIdx.x % 4 * 2);
+    return {keys.begin - first, keys.end - first};
+}
+
+template <class Config>
+__device__ __forceinline__ void mask(
+    const PlanShape& shape,
+    const PrefillItem& item,
+    const Rows& rows,
+    int32_t tile,
+    float (&scores)[Config::kKeys / 2]
+) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const Visible keys = visible_in_tile<Config>(shape, item, rows.token[i], tile);
+#pragma unroll
+        for (int j = 0; j < Config::kKeys / 8; ++j) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int column = 8 * j + c;
+                float& score = scores[4 * j + 2 * i + c];
+                score = column >= keys.begin && column < keys.end ? score : -kInfinity;
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ float tanh_of(float x) {
+    return 1.0f - 2.0f * ptx::rcp_approx(ptx::exp2_approx(2.0f * kLog2e * x) + 1.0f);
+}
+
+// Softcap, bias, a factor that is not positive: scores come out in log2 units.
+template <class Config>
+__device__ __forceinline__ void transform(
+    const gpu::KernelParams& params,
+    const PrefillItem& item,
+    const Rows& rows,
+    int32_t tile,
+    float (&scores)[Config::kKeys / 2]
+) {
+    const auto first = static_cast<int32_t>(tile * Config::kKeys + threadIdx.x % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float slope = 0.0f;
+        if (params.alibi_slopes != nullptr) {
+            // Rows behind the last one have no slope to read.
+            const int32_t token = min(rows.token[i], item.num_tokens - 1);
+            const int32_t head = item.kv_head * params.shape.group + rows.head[i];
+            slope = token < rows.token[i]
+                        ? 0.0f
+                        : kLog2e * params.alibi_slopes
+                                       [item.batch_idx * params.alibi_batch_stride +
+                                        head * params.alibi_head_stride];
+        }
+        const int32_t distance = diagonal_of(item) + rows.token[i] - first;
+#pragma unroll
+        for (int j = 0; j < Config::kKeys / 8; ++j) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float& score = scores[4 * j + 2 * i + c];
+                score *= params.scale;
+                if (params.softcap != 0.0f) {
+                    score = params.softcap * tanh_of(score * params.softcap_inverse);
+                }
+                score -= slope * fabsf(static_cast<float>(distance - (8 * j + c)));
+            }
+        }
+    }
+}
+
+// The softmax of two rows. A row keeps its maximum until a score passes it by 2^8: so seldom are
+// the sums scaled, and weights stay below 256. A row alone decides, so its bits do not depend on
+// the rows beside it.
+class Softmax {
+public:
+    float largest[2];  // in log2 units
+    float sum[2];      // of this thread's keys
+    float rescale[2];  // for the sums of before the last tile
+
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            largest[i] = -kInfinity;
+            sum[i] = 0.0f;
+        }
+    }
+
+    // Scores become weights.
+    template <int kScores>
+    __device__ __forceinline__ void step(float (&scores)[kScores], float factor) {
+        constexpr float kGrowth = 8.0f;
+        float top[2] = {fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3])};
+#pragma unroll
+        for (int j = 4; j < kScores; j += 4) {
+            top[0] = fmaxf(top[0], fmaxf(scores[j], scores[j + 1]));
+            top[1] = fmaxf(top[1], fmaxf(scores[j + 2], scores[j + 3]));
+        }
+        float reference[2];
+        float part[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            top[i] = fmaxf(top[i], __shfl_xor_sync(kWarp, top[i], 1));
+            top[i] = fmaxf(top[i], __shfl_xor_sync(kWarp, top[i], 2));
+            float now = fmaxf(largest[i], top[i] * factor);
+            now = now - largest[i] <= kGrowth ? largest[i] : now;
+            reference[i] = now == -kInfinity ? 0.0f : now;
+            rescale[i] = ptx::exp2_approx(largest[i] - reference[i]);
+            largest[i] = now;
+            part[i][0] = part[i][1] = 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < kScores; j += 4) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                scores[j + i] =
+                    ptx::exp2_in_place(fmaf(scores[j + i], factor, -reference[i / 2]));
+                part[i / 2][i % 2] += scores[j + i];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            sum[i] = fmaf(sum[i], rescale[i], part[i][0] + part[i][1]);
+        }
+    }
+};
+
+}  // namespace pagetile::sm90

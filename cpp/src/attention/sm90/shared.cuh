@@ -1,0 +1,126 @@
+#pragma once
+
+// What the warps of a CTA share: rings of queries, keys, values and items, each place with a barrier
+// that says it is full and one that says it is free again.
+
+#include "attention/cuda/prefill_items.cuh"
+#include "attention/sm90/prefill_params.h"
+#include "attention/sm90/tile_shapes.h"
+#include "attention/sm90/wgmma.cuh"
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/numeric_types.h>
+
+#include <cstdint>
+
+namespace pagetile::sm90 {
+
+using gpu::kWarp;
+using cutlass::arch::ClusterBarrier;
+using cutlass::arch::ClusterTransactionBarrier;
+
+// kTransforms: scores need more than a positive factor. (A test of that in each tile takes 1 % of the
+// time at head_dim 128, 2.4 % at 64: H200.)
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kTransforms_>
+struct Config {
+    using Element = Element_;
+    static constexpr bool kTransforms = kTransforms_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr PrefillTile kTile = prefill_tile(kHeadDim, kHeadDimV);
+    static constexpr int kRows = kTile.rows();
+    static constexpr int kKeys = kTile.keys;
+    static constexpr int kSlabs = kHeadDim / kSlabElements;
+    static constexpr int kSlabsV = kHeadDimV / kSlabElements;
+    static constexpr int kQueryBytes = kRows * kHeadDim * 2;
+    static constexpr int kKeyBytes = kKeys * kHeadDim * 2;
+    static constexpr int kValueBytes = kKeys * kHeadDimV * 2;
+};
+
+using gpu::PrefillItem;
+
+inline constexpr int32_t kNoMore = -1;  // num_tokens of what comes after the last item
+
+// Tiles of keys of an item, at least one: they are gone through from the last one down.
+template <class Config>
+__device__ __forceinline__ int32_t first_tile(const PrefillItem& item) {
+    return item.keys.first / Config::kKeys;
+}
+
+template <class Config>
+__device__ __forceinline__ int32_t last_tile(const PrefillItem& item) {
+    return max(item.keys.end - 1, item.keys.first) / Config::kKeys;
+}
+
+inline constexpr int kItems = 4;  // of the ring of items: a power of two
+
+// Q: [slab][row][128 bytes]. K: [slab][key][128 bytes]. V: [granule][slab][key of 16][128 bytes].
+template <class Config>
+struct alignas(1024) Shared {
+    static constexpr int kStages = Config::kTile.stages;
+    static constexpr int kBuffers = Config::kTile.query_buffers;
+
+    char q[kBuffers][Config::kQueryBytes];
+    char k[kStages][Config::kKeyBytes];
+    char v[kStages][Config::kValueBytes];
+    uint64_t q_full[kBuffers];
+    uint64_t q_free[kBuffers];
+    uint64_t k_full[kStages];
+    uint64_t k_free[kStages];
+    uint64_t v_full[kStages];
+    uint64_t v_free[kStages];
+    uint64_t item_full[kItems];
+    uint64_t item_free[kItems];
+    PrefillItem items[kItems];
+};
+
+// Warps of the producer warpgroup.
+enum class Role : int {
+    kKeys = 0,     // even boxes
+    kValues = 1,
+    kSchedule = 2,  // and queries
+    kMoreKeys = 3,  // odd boxes
+};
+
+inline constexpr int kLoaders = 3;
+
+// A place in a ring, and whether its barriers are in an odd turn.
+template <int kSize>
+struct RingPlace {
+    int index = 0;
+    uint32_t turn = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == kSize) {
+            index = 0;
+            turn ^= 1;
+        }
+    }
+};
+
+// The ring of items, as a warp reads it: an item stays until it is released.
+template <class Config>
+class ItemReader {
+public:
+    __device__ explicit ItemReader(Shared<Config>& shared) : shared_(shared) {}
+
+    __device__ __forceinline__ const PrefillItem& wait() {
+        ClusterBarrier::wait(&shared_.item_full[next_ % kItems], next_ / kItems % 2);
+        const PrefillItem& item = shared_.items[next_ % kItems];
+        ++next_;
+        return item;
+    }
+
+    __device__ __forceinline__ void release(const PrefillItem& item) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            ClusterBarrier::arrive(&shared_.item_free[&item - shared_.items]);
+        }
+    }
+
+private:
+    Shared<Config>& shared_;
+    uint32_t next_ = 0;
+};
+
+}  // namespace pagetile::sm90

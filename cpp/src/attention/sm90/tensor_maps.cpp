@@ -1,0 +1,160 @@
+// What TMA must know of queries, keys and values.
+
+#include "attention/sm90/prefill_launch.h"
+#include "common/cuda.h"
+
+#include <array>
+#include <limits>
+
+namespace pagetile::sm90 {
+namespace {
+
+constexpr const char* kFunction = "paged_attention";
+constexpr uint32_t kSlab = 64;  // elements of 16 bits: a row of the swizzle
+constexpr uint32_t kGranule = 16;
+constexpr int64_t kMostBytes = int64_t{1} << 40;  // of a stride
+
+using Encode = CUresult (*)(
+    CUtensorMap*,
+    CUtensorMapDataType,
+    cuuint32_t,
+    void*,
+    const cuuint64_t*,
+    const cuuint64_t*,
+    const cuuint32_t*,
+    const cuuint32_t*,
+    CUtensorMapInterleave,
+    CUtensorMapSwizzle,
+    CUtensorMapL2promotion,
+    CUtensorMapFloatOOBfill
+);
+
+// From the driver, so that nothing links libcuda.
+Encode find_encode() {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    check_cuda(
+        cudaGetDriverEntryPointByVersion(
+            "cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result
+        ),
+        kFunction
+    );
+    return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+}
+
+// A dimension of a tensor: how many, how far apart in bytes, and how many in a box.
+struct Dimension {
+    int64_t count;
+    int64_t stride;  // of the first one: the size of an element
+    uint32_t box;
+};
+
+template <size_t kRank>
+bool describe(
+    CUtensorMap& map, DType dtype, const void* data, const std::array<Dimension, kRank>& dimensions
+) {
+    static const Encode encode = find_encode();
+    std::array<cuuint64_t, kRank> counts;
+    std::array<cuuint64_t, kRank> strides;  // the last is not used
+    std::array<cuuint32_t, kRank> box;
+    std::array<cuuint32_t, kRank> steps;
+    bool fits = encode != nullptr && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    for (size_t i = 0; i < kRank; ++i) {
+        const Dimension& dimension = dimensions[i];
+        fits = fits && dimension.count > 0;
+        counts[i] = static_cast<cuuint64_t>(dimension.count);
+        box[i] = dimension.box;
+        steps[i] = 1;
+        if (i > 0) {
+            // A stride that is never stepped may be anything.
+            const int64_t stride = dimension.count > 1 ? dimension.stride : 16;
+            fits = fits && stride % 16 == 0 && stride >= 0 && stride < kMostBytes;
+            strides[i - 1] = static_cast<cuuint64_t>(stride);
+        }
+    }
+    return fits && encode(
+                       &map,
+                       dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                       kRank,
+                       const_cast<void*>(data),
+                       counts.data(),
+                       strides.data(),
+                       box.data(),
+                       steps.data(),
+                       CU_TENSOR_MAP_INTERLEAVE_NONE,
+                       CU_TENSOR_MAP_SWIZZLE_128B,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+                   ) == CUDA_SUCCESS;
+}
+
+}  // namespace
+
+bool describe_tensors(PrefillParams& params, DType dtype, HeadDims dims) {
+    const gpu::KernelParams& call = params.call;
+    const int64_t num_kv_heads = params.schedule.num_kv_heads;
+    const auto is_packed = call.block_table == nullptr;
+    const int64_t tokens = is_packed ? call.num_pages : call.page_size.divisor();
+    const int64_t pages = is_packed ? 1 : call.num_pages;
+    if (!is_packed && tokens % 8 != 0) {
+        return false;
+    }
+    params.box_rows = is_packed || tokens % kGranule == 0 ? kGranule : 8;
+    params.page_end = is_packed ? std::numeric_limits<int32_t>::max() : static_cast<int32_t>(tokens);
+    params.granules_on[0] = static_cast<int32_t>(kGranule) % params.page_end;
+    params.granules_on[1] = static_cast<int32_t>(2 * kGranule) % params.page_end;
+    params.v_in_one_box = params.box_rows == kGranule && call.head_dim_v % kSlab == 0;
+    params.query_bytes = params.schedule.tokens * call.shape.group * dims.k * 2;
+
+    const gpu::KvSide& k = call.kv[0];
+    const gpu::KvSide& v = call.kv[1];
+    if (k.chunk_log2 != gpu::kNoChunks || v.chunk_log2 != gpu::kNoChunks) {
+        return false;
+    }
+    const auto rows = static_cast<uint32_t>(params.box_rows);
+    const bool has_queries = describe<3>(
+        params.q,
+        dtype,
+        call.q,
+        {{{call.head_dim, 2, kSlab},
+          {num_kv_heads * call.shape.group,
+           call.q_head_stride,
+           static_cast<uint32_t>(call.shape.group)},
+          {call.total_q, call.q_row_stride, static_cast<uint32_t>(params.schedule.tokens)}}}
+    );
+    const bool has_keys = describe<4>(
+        params.k,
+        dtype,
+        k.data,
+        {{{call.head_dim, 2, kSlab},
+          {tokens, k.token_stride, rows},
+          {num_kv_heads, k.head_stride, 1},
+          {pages, k.page_stride, 1}}}
+    );
+    const bool has_values = params.v_in_one_box
+                                ? describe<5>(
+                                      params.v,
+                                      dtype,
+                                      v.data,
+                                      {{{kSlab, 2, kSlab},
+                                        {tokens, v.token_stride, kGranule},
+                                        {call.head_dim_v / kSlab,
+                                         kSlab * 2,
+                                         static_cast<uint32_t>(dims.v) / kSlab},
+                                        {num_kv_heads, v.head_stride, 1},
+                                        {pages, v.page_stride, 1}}}
+                                  )
+                                : describe<4>(
+                                      params.v,
+                                      dtype,
+                                      v.data,
+                                      {{{call.head_dim_v, 2, kSlab},
+                                        {tokens, v.token_stride, rows},
+                                        {num_kv_heads, v.head_stride, 1},
+                                        {pages, v.page_stride, 1}}}
+                                  );
+    return has_queries && has_keys && has_values;
+}
+
+}  // namespace pagetile::sm90

@@ -1,0 +1,48 @@
+#pragma once
+
+// Tiles of the WGMMA prefill kernel, by head dimensions.
+
+namespace pagetile::sm90 {
+
+// Each consumer warpgroup has 64 packed rows. All of them share tiles of `keys` keys, which come in
+// rings of `stages`.
+struct PrefillTile {
+    int warpgroups;
+    int keys;
+    int stages;
+    int query_buffers;
+
+    constexpr int rows() const { return 64 * warpgroups; }
+
+    constexpr int num_threads() const { return 128 * (warpgroups + 1); }
+};
+
+// H200, docs/kernels/attention_sm90.md. The scores, the weights and the sums of a row live in
+// registers, K and V in what the queries leave of 227 KB of shared memory; within that, wide tiles
+// win, because a row's softmax costs the same for every tile.
+constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v) {
+    if (head_dim <= 64) {
+        return {.warpgroups = 3, .keys = 128, .stages = 3, .query_buffers = 2};
+    }
+    if (head_dim <= 128) {
+        return {.warpgroups = 2, .keys = 160, .stages = 2, .query_buffers = 2};
+    }
+    if (head_dim <= 192 && head_dim_v <= 128) {
+        return {.warpgroups = 2, .keys = 128, .stages = 2, .query_buffers = 1};
+    }
+    if (head_dim <= 192) {
+        return {.warpgroups = 2, .keys = 112, .stages = 2, .query_buffers = 1};
+    }
+    return {.warpgroups = 2, .keys = 80, .stages = 2, .query_buffers = 1};
+}
+
+// Registers of a thread after the warpgroups have settled between them what the launch gave to all.
+constexpr int producer_registers(const PrefillTile& tile) {
+    return tile.warpgroups == 2 ? 24 : 32;
+}
+
+constexpr int consumer_registers(const PrefillTile& tile) {
+    return tile.warpgroups == 2 ? 240 : 160;
+}
+
+}  // namespace pagetile::sm90
