@@ -44,14 +44,17 @@ public:
         softmax_.begin();
         ClusterBarrier::wait(&shared_.q_full[0], 0);
         ClusterBarrier::wait(&shared_.k_full[0], 0);
+        cute::warpgroup_arrive();
         start_scores();
         cute::warpgroup_wait<0>();
         end_scores(tile == first);
-        bool at_edge = rule(*item, tile);
+        int32_t at_edge = is_at_edge(*item, tile);
+        rule(*item, tile, at_edge);
         softmax_.step(scores_, factor_);
         pack_weights();
 
-        bool is_new = true;  // no values have been added yet
+        int32_t is_new = 1;     // no values have been added yet
+        int32_t is_clean = 1;  // or no value had to be left out
         while (true) {
             const bool is_last = tile == first;
             const PrefillItem* next = item;
@@ -67,44 +70,42 @@ public:
                     &shared_.q_full[num_queries_ % kBuffers], num_queries_ / kBuffers % 2
                 );
             }
-            if (at_edge) [[unlikely]] {
-                ClusterBarrier::wait(&shared_.v_full[v_.index], v_.turn);
-                is_new = !clean_values(*item, tile, is_new) && is_new;
-            }
             ClusterBarrier::wait(&shared_.k_full[k_.index], k_.turn);
             float largest[2] = {softmax_.largest[0], softmax_.largest[1]};
             float sum[2] = {softmax_.sum[0], softmax_.sum[1]};
             if (is_last) {
                 softmax_.begin();
             }
+            cute::warpgroup_arrive();
             start_scores();
-            ClusterBarrier::wait(&shared_.v_full[v_.index], v_.turn);
-            start_values(!is_new);
+            is_clean = wait_for_values(*item, tile, at_edge) ? is_clean : 0;
+            cute::warpgroup_arrive();  // again: else ptxas adds one in a branch, and waits everywhere
+            start_values(is_new == 0);
+            const int32_t next_at_edge = is_at_edge(*next, next_tile);
             cute::warpgroup_wait<1>();
             end_scores(next_tile == first);
-            at_edge = rule(*next, next_tile);
+            rule(*next, next_tile, next_at_edge);
             softmax_.step(scores_, factor_);
             stay_before_wait();
             cute::warpgroup_wait<0>();
             end_values();
             if (is_last) {
-                store_results<Config>(params_, *item, rows_, largest, sum, out_);
-                items_.release(*item);
+                end_item(*item, largest, sum, is_clean != 0);
+                is_clean = 1;
             } else {
                 rescale();
             }
             pack_weights();
-            is_new = is_last;
+            is_new = is_last ? 1 : 0;
             item = next;
             tile = next_tile;
+            at_edge = next_at_edge;
         }
-        ClusterBarrier::wait(&shared_.v_full[v_.index], v_.turn);
-        if (at_edge) {
-            is_new = !clean_values(*item, tile, is_new) && is_new;
-        }
-        start_values(!is_new);
+        is_clean = wait_for_values(*item, tile, at_edge) ? is_clean : 0;
+        cute::warpgroup_arrive();
+        start_values(is_new == 0);
         cute::warpgroup_wait<0>();
-        store_results<Config>(params_, *item, rows_, softmax_.largest, softmax_.sum, out_);
+        end_item(*item, softmax_.largest, softmax_.sum, is_clean != 0);
     }
 
 private:
@@ -119,7 +120,6 @@ private:
             );
         const Operand k =
             Operand::at(shared_.k[0], 16).plus(static_cast<uint32_t>(k_.index * Config::kKeyBytes));
-        cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             const int slab = step / kStepsOfSlab;
@@ -148,7 +148,6 @@ private:
         constexpr int kSteps = kKeys / kGranule;
         const Operand v = Operand::at(shared_.v[0], kGranuleBytes)
                               .plus(static_cast<uint32_t>(v_.index * Config::kValueBytes));
-        cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             multiply_values<Element, Config::kHeadDimV>(
@@ -173,24 +172,39 @@ private:
         }
     }
 
-    // What a score is besides a product. Whether some row does not see all of the tile.
-    __device__ __forceinline__ bool rule(const PrefillItem& item, int32_t tile) {
+    // Whether some row does not see all of the tile.
+    static __device__ __forceinline__ int32_t is_at_edge(const PrefillItem& item, int32_t tile) {
+        return static_cast<int32_t>((tile + 1) * kKeys > item.keys.all_end) |
+               static_cast<int32_t>(tile * kKeys < item.keys.all_begin);
+    }
+
+    // What a score is besides a product.
+    __device__ __forceinline__ void rule(const PrefillItem& item, int32_t tile, int32_t at_edge) {
         if constexpr (Config::kTransforms) {
             transform<Config>(params_, item, rows_, tile, scores_);
         }
-        const bool at_edge =
-            (tile + 1) * kKeys > item.keys.all_end || tile * kKeys < item.keys.all_begin;
-        if (at_edge) [[unlikely]] {
+        if (at_edge != 0) [[unlikely]] {
             mask<Config>(params_.shape, item, rows_, tile, scores_);
         }
-        return at_edge;
     }
 
-    __device__ __forceinline__ bool clean_values(const PrefillItem& item, int32_t tile, bool is_first) {
-        EdgeValues<Config> edge(
-            params_.shape, item, rows_, tile, shared_.v[v_.index], warpgroup_
-        );
-        return edge.clean(out_, is_first);
+    // False: of these values some were left out.
+    __device__ __forceinline__ bool wait_for_values(
+        const PrefillItem& item, int32_t tile, int32_t at_edge
+    ) {
+        ClusterBarrier::wait(&shared_.v_full[v_.index], v_.turn);
+        return at_edge == 0 ||
+               !EdgeValues<Config>::clean(item, tile, shared_.v[v_.index], warpgroup_);
+    }
+
+    __device__ __forceinline__ void end_item(
+        const PrefillItem& item, float (&largest)[2], float (&sum)[2], bool is_clean
+    ) {
+        store_results<Config>(params_, item, rows_, largest, sum, out_);
+        if (!is_clean) [[unlikely]] {
+            Repair<Config>::run(params_, item, warpgroup_);
+        }
+        items_.release(item);
     }
 
     // ptxas moves `wgmma.wait_group 0` above the exponentials, for which it should be late (5 % of the

@@ -57,6 +57,20 @@ public:
     // Every kStep-th box of each tile from box kFirst on, of K or of V.
     template <bool kIsV, int kFirst, int kStep>
     __device__ __forceinline__ void load() {
+        if (params_.box_rows == kGranule && (!kIsV || params_.v_in_one_box)) [[likely]] {
+            load_tiles<kIsV, kFirst, kStep, true>();
+        } else {
+            load_tiles<kIsV, kFirst, kStep, false>();
+        }
+    }
+
+private:
+    // A stage is free one tile's time before it is needed again: the copies must follow at once. So
+    // all that can be known before is.
+    template <bool kIsV, int kFirst, int kStep, bool kWholeGranules>
+    __device__ __forceinline__ void load_tiles() {
+        constexpr int kGranules = Config::kKeys / kGranule;
+        constexpr int kBoxes = (kGranules - kFirst + kStep - 1) / kStep;
         ItemReader<Config> items(shared_);
         RingPlace<kStages> ring;
         while (true) {
@@ -67,80 +81,67 @@ public:
             const int first = first_tile<Config>(item);
             int tile = last_tile<Config>(item);
             int32_t page = find_page<Config>(params_, item, tile);
-            int32_t next_page = find_page<Config>(params_, item, tile - 1);
             for (; tile >= first; --tile) {
-                const int32_t page_after = find_page<Config>(params_, item, tile - 2);
+                const int32_t next_page = find_page<Config>(params_, item, tile - 1);
+                const int32_t kv_head = item.kv_head;
+                const int32_t key =
+                    tile * Config::kKeys +
+                    (kWholeGranules ? kFirst * kGranule
+                                    : static_cast<int32_t>(threadIdx.x % 32) * params_.box_rows);
+                int32_t offset = find_offset(params_, item, key);
+                int32_t pages[kBoxes];
+                if constexpr (kWholeGranules) {
+#pragma unroll
+                    for (int i = 0; i < kBoxes; ++i) {
+                        pages[i] = __shfl_sync(kWarp, page, kFirst + i * kStep);
+                    }
+                }
                 uint64_t* free = kIsV ? shared_.v_free : shared_.k_free;
-                uint64_t* full = kIsV ? shared_.v_full : shared_.k_full;
                 ClusterBarrier::wait(&free[ring.index], ring.turn ^ 1);
-                if (kFirst == 0 && cute::elect_one_sync()) {
-                    ClusterTransactionBarrier::arrive_and_expect_tx(
-                        &full[ring.index], kIsV ? Config::kValueBytes : Config::kKeyBytes
-                    );
+                if constexpr (kWholeGranules) {
+                    if (cute::elect_one_sync()) {
+                        expect<kIsV, kFirst>(ring.index);
+#pragma unroll
+                        for (int i = 0; i < kBoxes; ++i) {
+                            const int in_tile = (kFirst + i * kStep) * kGranule;
+                            if constexpr (kIsV) {
+                                copy_values(kv_head, pages[i], offset, ring.index, in_tile);
+                            } else {
+                                copy_keys(kv_head, pages[i], offset, ring.index, in_tile);
+                            }
+                            offset = next_offset<kStep>(offset);
+                        }
+                    }
+                } else {
+                    if (cute::elect_one_sync()) {
+                        expect<kIsV, kFirst>(ring.index);
+                    }
+                    __syncwarp();
+                    const int in_tile = key - tile * Config::kKeys;
+                    if (threadIdx.x % kStep == kFirst && in_tile < Config::kKeys) {
+                        if constexpr (kIsV) {
+                            copy_values_by_slabs(kv_head, page, offset, ring.index, in_tile);
+                        } else {
+                            copy_keys(kv_head, page, offset, ring.index, in_tile);
+                        }
+                    }
                 }
                 __syncwarp();
-                issue<kIsV, kFirst, kStep>(item, tile, page, ring.index);
                 ring.advance();
                 page = next_page;
-                next_page = page_after;
             }
             items.release(item);
         }
     }
 
-private:
-    // `page` is that of the lane's box.
-    template <bool kIsV, int kFirst, int kStep>
-    __device__ __forceinline__ void issue(
-        const PrefillItem& item, int tile, int32_t page, int stage
-    ) {
-        constexpr int kGranules = Config::kKeys / kGranule;
-        // Shuffles first, then all copies in one elected block, as far as registers reach.
-        constexpr int kAtOnce = Config::kSlabs == 3 ? 4 : 5;
-        const int32_t first_key = tile * Config::kKeys;
-        const int32_t kv_head = item.kv_head;
-        if (params_.box_rows != kGranule || (kIsV && !params_.v_in_one_box)) [[unlikely]] {
-            const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-            const int32_t in_tile = lane * params_.box_rows;
-            if (lane % kStep == kFirst && in_tile < Config::kKeys) {
-                const int32_t offset = find_offset(params_, item, first_key + in_tile);
-                if constexpr (kIsV) {
-                    copy_values_by_slabs(kv_head, page, offset, stage, in_tile);
-                } else {
-                    copy_keys(kv_head, page, offset, stage, in_tile);
-                }
-            }
-            __syncwarp();
-            return;
-        }
-        int32_t offset = find_offset(params_, item, first_key + kFirst * kGranule);
-#pragma unroll
-        for (int begin = kFirst; begin < kGranules; begin += kAtOnce * kStep) {
-            int32_t pages[kAtOnce];
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                pages[i] = __shfl_sync(kWarp, page, (begin + i * kStep) % 32);
-            }
-            if (cute::elect_one_sync()) {
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    const int box = begin + i * kStep;
-                    if (box < kGranules) {
-                        if constexpr (kIsV) {
-                            copy_values(kv_head, pages[i], offset, stage, box * kGranule);
-                        } else {
-                            copy_keys(kv_head, pages[i], offset, stage, box * kGranule);
-                        }
-                        offset = next_offset<kStep>(offset);
-                    }
-                }
-            }
-            __syncwarp();
-            if (begin + kAtOnce * kStep < kGranules) {
-                offset = find_offset(
-                    params_, item, first_key + (begin + kAtOnce * kStep) * kGranule
-                );
-            }
+    // Of two warps that fill a stage, one says how much will come.
+    template <bool kIsV, int kFirst>
+    __device__ __forceinline__ void expect(int stage) {
+        if constexpr (kFirst == 0) {
+            ClusterTransactionBarrier::arrive_and_expect_tx(
+                kIsV ? &shared_.v_full[stage] : &shared_.k_full[stage],
+                kIsV ? Config::kValueBytes : Config::kKeyBytes
+            );
         }
     }
 

@@ -16,7 +16,6 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 
 // Which rows a thread has: the same in every tile, for tiles begin with a token.
 struct Rows {
-    int32_t row[2];    // of the tile
     int32_t token[2];  // of the tile
     int32_t head[2];   // of the group
 
@@ -25,10 +24,9 @@ struct Rows {
         const auto warp = static_cast<int32_t>(threadIdx.x / 32 % 4);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            row[i] = warpgroup * 64 + warp * 16 + lane / 4 + i * 8;
+            const int32_t row = warpgroup * 64 + warp * 16 + lane / 4 + i * 8;
             uint32_t in_group;
-            token[i] =
-                static_cast<int32_t>(params.group(in_group, static_cast<uint32_t>(row[i])));
+            token[i] = static_cast<int32_t>(params.group(in_group, static_cast<uint32_t>(row)));
             head[i] = static_cast<int32_t>(in_group);
         }
     }

@@ -36,13 +36,20 @@ constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v) {
     return {.warpgroups = 2, .keys = 80, .stages = 2, .query_buffers = 1};
 }
 
-// Registers of a thread after the warpgroups have settled between them what the launch gave to all.
-constexpr int producer_registers(const PrefillTile& tile) {
-    return tile.warpgroups == 2 ? 24 : 32;
+// Registers of a thread after the warpgroups have settled between them what the launch gave to all:
+// consumers take what they need, producers keep the rest.
+constexpr int consumer_registers(const PrefillTile& tile) {
+    return tile.warpgroups == 3 ? 160 : tile.keys == 160 ? 240 : 232;
 }
 
-constexpr int consumer_registers(const PrefillTile& tile) {
-    return tile.warpgroups == 2 ? 240 : 160;
+constexpr int producer_registers(const PrefillTile& tile) {
+    constexpr int kOfFile = 65536;
+    const int at_launch = kOfFile / tile.num_threads() / 8 * 8;
+    return at_launch * (tile.warpgroups + 1) - consumer_registers(tile) * tile.warpgroups;
 }
+
+static_assert(producer_registers(prefill_tile(128, 128)) == 24);
+static_assert(producer_registers(prefill_tile(64, 64)) == 32);
+static_assert(producer_registers(prefill_tile(256, 256)) == 40);
 
 }  // namespace pagetile::sm90

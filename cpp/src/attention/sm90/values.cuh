@@ -29,154 +29,179 @@ __device__ __forceinline__ uint32_t non_finite_halves(uint32_t pair) {
     return low | high;
 }
 
+// The values of a tile at an edge, in shared memory.
 template <class Config>
 class EdgeValues {
 public:
     using Element = typename Config::Element;
     static constexpr int kChunks = Config::kSlabsV * 8;  // of 16 bytes, of a key
 
-    __device__ __forceinline__ EdgeValues(
-        const PlanShape& shape,
-        const PrefillItem& item,
-        const Rows& rows,
-        int32_t tile,
-        char* values,
-        int warpgroup
-    )
-        : shape_(shape),
-          item_(item),
-          rows_(rows),
-          tile_(tile),
-          values_(values),
-          warpgroup_(warpgroup) {}
-
-    // By all consumers, before the products with the tile's values. Keys behind the end of the
-    // sequence become zeros. True: `out` has got what is not finite of the keys that only some rows
-    // see, and the tile no longer has it.
-    __device__ __forceinline__ bool clean(float (&out)[Config::kHeadDimV / 2], bool is_first) {
-        const int32_t first = tile_ * Config::kKeys;
+    // By all consumers, before the products. Keys behind the end of the sequence become zeros, and so
+    // does what is not finite of the keys that only some rows see. True: there was such a value, and
+    // the results of the item are to be repaired.
+    static __device__ __forceinline__ bool clean(
+        const PrefillItem& item, int32_t tile, char* values, int warpgroup
+    ) {
+        const int32_t first = tile * Config::kKeys;
         const auto in_tile = [&](int32_t key) { return min(max(key - first, 0), Config::kKeys); };
-        const int32_t end = in_tile(item_.keys.end);
-        const int32_t seen_by_some = in_tile(item_.keys.all_begin);
-        const int32_t seen_by_all = max(in_tile(item_.keys.all_end), seen_by_some);
-        clear(in_tile(item_.sequence.kv_len));
-        const bool found = has_non_finite(0, seen_by_some) || has_non_finite(seen_by_all, end);
+        const int32_t end = in_tile(item.keys.end);
+        const int32_t begin_of_all = in_tile(item.keys.all_begin);
+        const int32_t end_of_all = max(in_tile(item.keys.all_end), begin_of_all);
+        for_each_chunk(values, in_tile(item.sequence.kv_len), Config::kKeys, [](uint4& bytes) {
+            bytes = {0, 0, 0, 0};  // all warpgroups write the same
+        });
+        const bool found = has_non_finite(values, 0, begin_of_all) ||
+                           has_non_finite(values, end_of_all, end);
         cutlass::arch::fence_view_async_shared();
-        if (!ptx::any_at_barrier(static_cast<int>(Barrier::kWarpgroup) + warpgroup_, 128, found))
+        if (!ptx::any_at_barrier(static_cast<int>(Barrier::kWarpgroup) + warpgroup, 128, found))
             [[likely]] {
             return false;
         }
-        // Both warpgroups have read the same values, and so have come here.
-        meet();
-        if (is_first) {
-#pragma unroll
-            for (int i = 0; i < Config::kHeadDimV / 2; ++i) {
-                out[i] = 0.0f;
-            }
-        }
-        add_non_finite(0, seen_by_some, out);
-        add_non_finite(seen_by_all, end, out);
-        meet();
-        remove_non_finite(0, seen_by_some);
-        remove_non_finite(seen_by_all, end);
+        meet();  // all warpgroups have read the same, and so have come here
+        remove_non_finite(values, 0, begin_of_all);
+        remove_non_finite(values, end_of_all, end);
         cutlass::arch::fence_view_async_shared();
         meet();
         return true;
     }
 
 private:
-    __device__ __forceinline__ void meet() const {
+    static __device__ __forceinline__ void meet() {
         ptx::sync_at_barrier(
             static_cast<int>(Barrier::kAllConsumers), 128 * Config::kTile.warpgroups
         );
     }
 
-    // 16 bytes of a key; which ones does not matter where all are gone through.
-    __device__ __forceinline__ uint4& chunk(int32_t key, int32_t index) const {
-        return *reinterpret_cast<uint4*>(
-            values_ + (key / kGranule * Config::kSlabsV + index / 8) * kGranuleBytes +
-            key % kGranule * kSlabBytes + index % 8 * 16
-        );
-    }
-
+    // 16 bytes after 16 bytes of the keys, in whatever order: each has its thread.
     template <class Do>
-    __device__ __forceinline__ void for_each_chunk(int32_t begin, int32_t end, const Do& act) const {
+    static __device__ __forceinline__ void for_each_chunk(
+        char* values, int32_t begin, int32_t end, const Do& act
+    ) {
+        const auto me = static_cast<int32_t>(threadIdx.x % 128);
 #pragma unroll 1
-        for (int32_t i = begin * kChunks + static_cast<int32_t>(threadIdx.x % 128);
-             i < end * kChunks;
-             i += 128) {
-            act(chunk(i / kChunks, i % kChunks));
+        for (int32_t i = begin * kChunks + me; i < end * kChunks; i += 128) {
+            const int32_t key = i / kChunks;
+            const int32_t chunk = i % kChunks;
+            act(*reinterpret_cast<uint4*>(
+                values + (key / kGranule * Config::kSlabsV + chunk / 8) * kGranuleBytes +
+                key % kGranule * kSlabBytes + chunk % 8 * 16
+            ));
         }
     }
 
-    // Both warpgroups write the same.
-    __device__ __forceinline__ void clear(int32_t begin) const {
-        for_each_chunk(begin, Config::kKeys, [](uint4& bytes) { bytes = {0, 0, 0, 0}; });
-    }
-
-    __device__ __forceinline__ bool has_non_finite(int32_t begin, int32_t end) const {
+    static __device__ __forceinline__ bool has_non_finite(char* values, int32_t begin, int32_t end) {
         uint32_t found = 0;
-        for_each_chunk(begin, end, [&](const uint4& bytes) {
+        for_each_chunk(values, begin, end, [&](const uint4& bytes) {
             found |= non_finite_halves<Element>(bytes.x) | non_finite_halves<Element>(bytes.y) |
                      non_finite_halves<Element>(bytes.z) | non_finite_halves<Element>(bytes.w);
         });
         return found != 0;
     }
 
-    __device__ __forceinline__ void remove_non_finite(int32_t begin, int32_t end) const {
-        for_each_chunk(begin, end, [](uint4& bytes) {
+    static __device__ __forceinline__ void remove_non_finite(
+        char* values, int32_t begin, int32_t end
+    ) {
+        for_each_chunk(values, begin, end, [](uint4& bytes) {
             bytes.x &= ~non_finite_halves<Element>(bytes.x);
             bytes.y &= ~non_finite_halves<Element>(bytes.y);
             bytes.z &= ~non_finite_halves<Element>(bytes.z);
             bytes.w &= ~non_finite_halves<Element>(bytes.w);
         });
     }
+};
 
-    // Whatever the weight of a key that a row sees, infinity and NaN stay what they are.
-    __device__ __forceinline__ void add_non_finite(
-        int32_t begin, int32_t end, float (&out)[Config::kHeadDimV / 2]
-    ) const {
-        const auto t = static_cast<int32_t>(threadIdx.x % 4);
-#pragma unroll 1
-        for (int32_t key = begin; key < end; ++key) {
-            bool sees[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const Visible keys =
-                    visible_in_tile<Config>(shape_, item_, rows_.token[i], tile_);
-                sees[i] = key - 2 * t >= keys.begin && key - 2 * t < keys.end;
-            }
-#pragma unroll
-            for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
-                // TMA has swapped the chunks of 16 bytes by the row's number.
-                const char* row =
-                    values_ + (key / kGranule * Config::kSlabsV + j / 8) * kGranuleBytes +
-                    key % kGranule * kSlabBytes;
-                const uint32_t pair = *reinterpret_cast<const uint32_t*>(
-                    row + (j % 8 ^ key % 8) * 16 + 4 * t
-                );
-                const uint32_t wild = non_finite_halves<Element>(pair);
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    const bool is_wild = (wild >> 16 * c & 0xffff) != 0;
-                    const float value = unpack(Element{}, pair, c);
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        if (is_wild && sees[i]) {
-                            out[4 * j + 2 * i + c] += value;
-                        }
-                    }
-                }
+// Whatever weight a row gives to it, infinity or NaN stays what it is: it is added to the results of
+// the rows that see its key, which a warp has just stored, from where the values come from. For items
+// that need it, so slowly, and out of the way.
+template <class Config>
+class Repair {
+public:
+    using Element = typename Config::Element;
+
+    static __device__ __noinline__ void run(
+        const gpu::KernelParams& params, const PrefillItem& item, int warpgroup
+    ) {
+        __syncwarp();  // the rows are stored
+        const int32_t begin_of_all = item.keys.all_begin;
+        const int32_t end_of_all = max(item.keys.all_end, begin_of_all);
+        for (int32_t key = item.keys.first; key < min(begin_of_all, item.keys.end); ++key) {
+            add_key(params, item, warpgroup, key);
+        }
+        for (int32_t key = max(end_of_all, item.keys.first); key < item.keys.end; ++key) {
+            add_key(params, item, warpgroup, key);
+        }
+    }
+
+private:
+    static __device__ void add_key(
+        const gpu::KernelParams& params, const PrefillItem& item, int warpgroup, int32_t key
+    ) {
+        const auto* values = find_values(params, item, key);
+        if (values == nullptr) {
+            return;
+        }
+        for (auto d = static_cast<int32_t>(threadIdx.x % 32); d < params.head_dim_v; d += 32) {
+            const float value = unpack(Element{}, values[d], 0);
+            if (!isfinite(value)) {
+                add(params, item, warpgroup, key, d, value);
             }
         }
     }
 
-    const PlanShape& shape_;
-    const PrefillItem& item_;
-    const Rows& rows_;
-    int32_t tile_;
-    char* values_;
-    int warpgroup_;
+    // Of the warp's 16 rows, by the lane that has the column.
+    static __device__ void add(
+        const gpu::KernelParams& params,
+        const PrefillItem& item,
+        int warpgroup,
+        int32_t key,
+        int32_t column,
+        float value
+    ) {
+        const auto warp = static_cast<int32_t>(threadIdx.x / 32 % 4);
+        for (int32_t row = warpgroup * 64 + warp * 16, end = row + 16; row < end; ++row) {
+            uint32_t in_group;
+            const auto token =
+                static_cast<int32_t>(params.group(in_group, static_cast<uint32_t>(row)));
+            const KeyRange keys = visible_keys(
+                params.shape,
+                item.sequence.q_len,
+                item.sequence.kv_len,
+                item.first_token + token
+            );
+            if (token >= item.num_tokens || key < keys.begin || key >= keys.end) {
+                continue;
+            }
+            const int64_t q_row = item.sequence.q_begin + item.first_token + token;
+            const int64_t head =
+                item.kv_head * params.shape.group + static_cast<int64_t>(in_group);
+            auto* out = static_cast<uint16_t*>(params.out) + q_row * params.out_row_stride +
+                        head * params.out_head_stride + column;
+            *out = static_cast<uint16_t>(
+                pack(Element{}, unpack(Element{}, *out, 0) + value, 0.0f)
+            );
+        }
+    }
+
+    static __device__ const uint16_t* find_values(
+        const gpu::KernelParams& params, const PrefillItem& item, int32_t key
+    ) {
+        const gpu::KvSide& v = params.kv[1];
+        const char* row = v.data + item.kv_head * v.head_stride;
+        if (params.block_table == nullptr) {
+            const int64_t token = static_cast<int64_t>(item.sequence.kv_begin) + key;
+            return reinterpret_cast<const uint16_t*>(row + token * v.token_stride);
+        }
+        uint32_t offset;
+        const uint32_t index = params.page_size(offset, static_cast<uint32_t>(key));
+        const int32_t page =
+            params.block_table[item.batch_idx * params.block_table_stride + index];
+        if (page < 0 || page >= params.num_pages) {
+            return nullptr;
+        }
+        return reinterpret_cast<const uint16_t*>(
+            row + page * v.page_stride + static_cast<int64_t>(offset) * v.token_stride
+        );
+    }
 };
 
 }  // namespace pagetile::sm90
