@@ -42,8 +42,8 @@ public:
         int32_t tile = last_tile<Config>(*item);
         int32_t first = first_tile<Config>(*item);
         softmax_.begin();
-        ClusterBarrier::wait(&shared_.q_full[0], 0);
-        ClusterBarrier::wait(&shared_.k_full[0], 0);
+        wait(&shared_.q_full[0], 0);
+        wait(&shared_.k_full[0], 0);
         cute::warpgroup_arrive();
         start_scores();
         cute::warpgroup_wait<0>();
@@ -53,8 +53,13 @@ public:
         softmax_.step(scores_, factor_);
         pack_weights();
 
-        int32_t is_new = 1;     // no values have been added yet
-        int32_t is_clean = 1;  // or no value had to be left out
+        // Of the item whose values are being added. Its results are stored in the first turn of the next
+        // item, while the tensor cores are at that one's scores.
+        int32_t is_new = 1;    // no values have been added yet
+        int32_t is_clean = 1;  // and none has been left out
+        const PrefillItem* ended = nullptr;
+        float largest[2];
+        float sum[2];
         while (true) {
             const bool is_last = tile == first;
             const PrefillItem* next = item;
@@ -66,33 +71,33 @@ public:
                 }
                 next_tile = last_tile<Config>(*next);
                 first = first_tile<Config>(*next);
-                ClusterBarrier::wait(
-                    &shared_.q_full[num_queries_ % kBuffers], num_queries_ / kBuffers % 2
-                );
+                wait(&shared_.q_full[num_queries_ % kBuffers], num_queries_ / kBuffers % 2);
             }
-            ClusterBarrier::wait(&shared_.k_full[k_.index], k_.turn);
-            float largest[2] = {softmax_.largest[0], softmax_.largest[1]};
-            float sum[2] = {softmax_.sum[0], softmax_.sum[1]};
-            if (is_last) {
-                softmax_.begin();
-            }
+            wait(&shared_.k_full[k_.index], k_.turn);
             cute::warpgroup_arrive();
             start_scores();
+            if (ended != nullptr) {
+                end_item(*ended, largest, sum, is_clean);
+                ended = nullptr;
+            }
             is_clean = wait_for_values(*item, tile, at_edge) ? is_clean : 0;
+            if (is_last) {
+                ended = item;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    largest[i] = softmax_.largest[i];
+                    sum[i] = softmax_.sum[i];
+                }
+                softmax_.begin();
+            }
             cute::warpgroup_arrive();  // again: else ptxas adds one in a branch, and waits everywhere
             start_values(is_new == 0);
             const int32_t next_at_edge = is_at_edge(*next, next_tile);
             cute::warpgroup_wait<1>();
             end_scores(next_tile == first);
             rule(*next, next_tile, next_at_edge);
-            softmax_.step(scores_, factor_);
-            stay_before_wait();
-            cute::warpgroup_wait<0>();
-            end_values();
-            if (is_last) {
-                end_item(*item, largest, sum, is_clean != 0);
-                is_clean = 1;
-            } else {
+            weigh();
+            if (!is_last) {
                 rescale();
             }
             pack_weights();
@@ -100,15 +105,53 @@ public:
             item = next;
             tile = next_tile;
             at_edge = next_at_edge;
+            if (is_new == 0 && at_edge == 0) {
+                pass_inside(*item, tile, first);
+            }
+        }
+        if (ended != nullptr) {
+            end_item(*ended, largest, sum, is_clean);
         }
         is_clean = wait_for_values(*item, tile, at_edge) ? is_clean : 0;
         cute::warpgroup_arrive();
         start_values(is_new == 0);
         cute::warpgroup_wait<0>();
-        end_item(*item, softmax_.largest, softmax_.sum, is_clean != 0);
+        end_item(*item, softmax_.largest, softmax_.sum, is_clean);
     }
 
 private:
+    // On to the last of those tiles that all rows see in full, but for an item's last one: the same
+    // with nothing to ask, so that instructions stand in the order in which they run.
+    __device__ __forceinline__ void pass_inside(
+        const PrefillItem& item, int32_t& tile, int32_t first
+    ) {
+        const int32_t first_inside = (item.keys.all_begin + kKeys - 1) / kKeys;
+        const int32_t end = max(first_inside, first + 1);
+        while (tile > end) {
+            wait(&shared_.k_full[k_.index], k_.turn);
+            cute::warpgroup_arrive();
+            start_scores();
+            wait(&shared_.v_full[v_.index], v_.turn);
+            cute::warpgroup_arrive();
+            start_values(true);
+            cute::warpgroup_wait<1>();
+            end_scores(false);
+            --tile;
+            rule(item, tile, 0);
+            weigh();
+            rescale();
+            pack_weights();
+        }
+    }
+
+    // The softmax of the next tile while this one's values are multiplied, and their end.
+    __device__ __forceinline__ void weigh() {
+        softmax_.step(scores_, factor_);
+        stay_before_wait();
+        cute::warpgroup_wait<0>();
+        end_values();
+    }
+
     // Of a tile of keys, with the queries at hand.
     __device__ __forceinline__ void start_scores() {
         constexpr int kSteps = Config::kHeadDim / 16;
@@ -192,18 +235,19 @@ private:
     __device__ __forceinline__ bool wait_for_values(
         const PrefillItem& item, int32_t tile, int32_t at_edge
     ) {
-        ClusterBarrier::wait(&shared_.v_full[v_.index], v_.turn);
+        wait(&shared_.v_full[v_.index], v_.turn);
         return at_edge == 0 ||
                !EdgeValues<Config>::clean(item, tile, shared_.v[v_.index], warpgroup_);
     }
 
     __device__ __forceinline__ void end_item(
-        const PrefillItem& item, float (&largest)[2], float (&sum)[2], bool is_clean
+        const PrefillItem& item, float (&largest)[2], float (&sum)[2], int32_t& is_clean
     ) {
         store_results<Config>(params_, item, rows_, largest, sum, out_);
-        if (!is_clean) [[unlikely]] {
+        if (is_clean == 0) [[unlikely]] {
             Repair<Config>::run(params_, item, warpgroup_);
         }
+        is_clean = 1;
         items_.release(item);
     }
 

@@ -36,9 +36,14 @@ __device__ __forceinline__ void begin_barriers(Shared<Config>& shared) {
     __syncthreads();
 }
 
+// Uniform for the compiler, too: else every product takes six more instructions.
+__device__ __forceinline__ int my_warp() {
+    return __shfl_sync(kWarp, static_cast<int>(threadIdx.x / 32), 0);
+}
+
 template <class Config>
 __device__ __forceinline__ void produce(
-    const PrefillParams& params, Shared<Config>& shared, Role role, uint32_t num_ctas
+    const PrefillParams& params, Shared<Config>& shared, Role role
 ) {
     switch (role) {
         case Role::kKeys:
@@ -51,7 +56,7 @@ __device__ __forceinline__ void produce(
             Producer<Config>(params, shared).template load<true, 0, 1>();
             break;
         case Role::kSchedule:
-            Scheduler<Config>(params, shared, num_ctas).run();
+            Scheduler<Config>(params, shared).run();
             break;
     }
 }
@@ -69,23 +74,20 @@ __launch_bounds__(prefill_tile(kHeadDim, kHeadDimV).num_threads(), 1) prefill_ke
     if (params.waits_for_plan) {
         ptx::wait_for_dependencies();
     }
-    const uint32_t num_ctas =
-        params.num_ctas == nullptr ? gridDim.x : static_cast<uint32_t>(*params.num_ctas);
+    const bool has_work = blockIdx.x < num_ctas_with_work(params);
     if (params.waits_for_inputs) {
         ptx::wait_for_dependencies();
     }
     ptx::launch_dependents();
-    if (blockIdx.x >= num_ctas) {
+    if (!has_work) {
         return;
     }
-    // Uniform for the compiler, too: else every product takes six more instructions.
-    const int warp = __shfl_sync(kWarp, static_cast<int>(threadIdx.x / 32), 0);
-    if (warp < 4) {
+    if (my_warp() < 4) {
         cutlass::arch::warpgroup_reg_dealloc<producer_registers(kTile)>();
-        produce(params, shared, static_cast<Role>(warp), num_ctas);
+        produce(params, shared, static_cast<Role>(my_warp()));
     } else {
         cutlass::arch::warpgroup_reg_alloc<consumer_registers(kTile)>();
-        Consumer<ThisConfig>(params.call, shared, warp / 4 - 1).run();
+        Consumer<ThisConfig>(params.call, shared, my_warp() / 4 - 1).run();
     }
 }
 

@@ -45,6 +45,10 @@ find_offset(const PrefillParams& params, const PrefillItem& item, int32_t key) {
     return item.sequence.kv_begin + static_cast<int32_t>(offset);
 }
 
+__device__ __forceinline__ uint32_t num_ctas_with_work(const PrefillParams& params) {
+    return params.num_ctas == nullptr ? gridDim.x : static_cast<uint32_t>(*params.num_ctas);
+}
+
 template <class Config>
 class Producer {
 public:
@@ -97,7 +101,7 @@ private:
                     }
                 }
                 uint64_t* free = kIsV ? shared_.v_free : shared_.k_free;
-                ClusterBarrier::wait(&free[ring.index], ring.turn ^ 1);
+                wait(&free[ring.index], ring.turn ^ 1);
                 if constexpr (kWholeGranules) {
                     if (cute::elect_one_sync()) {
                         expect<kIsV, kFirst>(ring.index);
@@ -219,17 +223,17 @@ public:
     using Storage = Shared<Config>;
     static constexpr int kBuffers = Config::kTile.query_buffers;
 
-    __device__ Scheduler(const PrefillParams& params, Storage& shared, uint32_t num_ctas)
-        : params_(params), shared_(shared), num_ctas_(num_ctas) {}
+    __device__ Scheduler(const PrefillParams& params, Storage& shared)
+        : params_(params), shared_(shared) {}
 
     __device__ __forceinline__ void run() {
         gpu::PrefillItems items(params_.call, params_.schedule);
         RingPlace<kBuffers> buffer;
         for (uint32_t turn = 0;; ++turn) {
-            ClusterBarrier::wait(&shared_.item_free[turn % kItems], (turn / kItems % 2) ^ 1);
+            wait(&shared_.item_free[turn % kItems], (turn / kItems % 2) ^ 1);
             if (kBuffers > 1) {
                 // Not claimed before its queries have a place: others may come to it sooner.
-                ClusterBarrier::wait(&shared_.q_free[buffer.index], buffer.turn ^ 1);
+                wait(&shared_.q_free[buffer.index], buffer.turn ^ 1);
             }
             const uint32_t number = claim();
             PrefillItem& item = shared_.items[turn % kItems];
@@ -242,13 +246,13 @@ public:
                 ClusterBarrier::arrive(&shared_.item_full[turn % kItems]);
             }
             if (!found) {
-                if (number == items.count() + num_ctas_ - 1 && threadIdx.x % 32 == 0) {
+                if (number == items.count() + num_ctas_with_work(params_) - 1 && threadIdx.x % 32 == 0) {
                     *params_.next_item = 0;  // this was the last of all claims
                 }
                 return;
             }
             if (kBuffers == 1) {
-                ClusterBarrier::wait(&shared_.q_free[buffer.index], buffer.turn ^ 1);
+                wait(&shared_.q_free[buffer.index], buffer.turn ^ 1);
             }
             load_queries(item, buffer.index);
             buffer.advance();
@@ -287,7 +291,6 @@ private:
 
     const PrefillParams& params_;
     Storage& shared_;
-    uint32_t num_ctas_;
 };
 
 }  // namespace pagetile::sm90

@@ -9,14 +9,14 @@
 
 namespace pagetile::sm90 {
 
-// The sink joins a row's sum of weights. Afterwards values are to be scaled by the result.
+// The sink joins a row's sum of weights. What values are to be scaled by.
 __device__ __forceinline__ float finish_row(
     const gpu::KernelParams& params, int32_t head, float& largest, float& sum
 ) {
     sum += __shfl_xor_sync(kWarp, sum, 1);
     sum += __shfl_xor_sync(kWarp, sum, 2);
     float scale = 1.0f;
-    if (params.sinks != nullptr) {
+    if (params.sinks != nullptr) [[unlikely]] {
         const float sink = kLog2e * gpu::read_sink(params, head);
         const float now = fmaxf(largest, sink);
         if (now != -kInfinity) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ float finish_row(
         }
         largest = now;
     }
-    return sum > 0.0f || sum != sum ? scale / sum : 0.0f;
+    return sum == 0.0f ? 0.0f : scale * ptx::rcp_approx(sum);
 }
 
 // The eight elements of 16 bits that a thread holds of every 32 columns, gathered within its four
@@ -57,6 +57,37 @@ __device__ __noinline__ inline void store_apart(uint16_t* to, uint4 eight) {
     }
 }
 
+template <class Config, bool kAligned>
+__device__ __forceinline__ void store_row(
+    typename Config::Element* to,
+    int32_t row,  // of the thread's two
+    bool is_there,
+    int32_t head_dim,
+    float scale,
+    const float (&out)[Config::kHeadDimV / 2]
+) {
+    using Element = typename Config::Element;
+    const auto t = static_cast<int32_t>(threadIdx.x % 4);
+#pragma unroll
+    for (int j = 0; j < Config::kHeadDimV / 32; ++j) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const int first = (4 * j + q) * 4 + 2 * row;
+            pairs[q] = pack(Element{}, out[first] * scale, out[first + 1] * scale);
+        }
+        const uint4 eight = gather_columns(pairs);
+        const int32_t column = 32 * j + 8 * t;
+        if (is_there && column < head_dim) {
+            if constexpr (kAligned) {
+                *reinterpret_cast<uint4*>(to + column) = eight;
+            } else {
+                store_apart(reinterpret_cast<uint16_t*>(to + column), eight);
+            }
+        }
+    }
+}
+
 template <class Config>
 __device__ __forceinline__ void store_results(
     const gpu::KernelParams& params,
@@ -67,38 +98,24 @@ __device__ __forceinline__ void store_results(
     const float (&out)[Config::kHeadDimV / 2]
 ) {
     using Element = typename Config::Element;
-    const auto t = static_cast<int32_t>(threadIdx.x % 4);
+    const int32_t first_row = item.sequence.q_begin + item.first_token;
+    const int32_t first_head = item.kv_head * params.shape.group;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int32_t head = item.kv_head * params.shape.group + rows.head[i];
         const bool is_there = rows.token[i] < item.num_tokens;
+        const int32_t head = first_head + rows.head[i];
+        const int64_t row = first_row + rows.token[i];
         const float scale = finish_row(params, is_there ? head : 0, largest[i], sum[i]);
-        const int64_t row = item.sequence.q_begin + item.first_token + rows.token[i];
         auto* to = static_cast<Element*>(params.out) + row * params.out_row_stride +
                    head * params.out_head_stride;
-#pragma unroll
-        for (int j = 0; j < Config::kHeadDimV / 32; ++j) {
-            uint32_t pairs[4];
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-                const int first = (4 * j + q) * 4 + 2 * i;
-                pairs[q] = pack(Element{}, out[first] * scale, out[first + 1] * scale);
-            }
-            const uint4 eight = gather_columns(pairs);
-            const int32_t column = 32 * j + 8 * t;
-            if (is_there && column < params.head_dim_v) {
-                if (params.out_is_aligned) [[likely]] {
-                    *reinterpret_cast<uint4*>(to + column) = eight;
-                } else {
-                    store_apart(reinterpret_cast<uint16_t*>(to + column), eight);
-                }
-            }
+        if (params.out_is_aligned) [[likely]] {
+            store_row<Config, true>(to, i, is_there, params.head_dim_v, scale, out);
+        } else {
+            store_row<Config, false>(to, i, is_there, params.head_dim_v, scale, out);
         }
-        if (params.softmax_lse != nullptr && t == 0 && is_there) {
+        if (params.softmax_lse != nullptr && threadIdx.x % 4 == 0 && is_there) {
             params.softmax_lse[head * params.lse_head_stride + row * params.lse_row_stride] =
-                sum[i] > 0.0f || sum[i] != sum[i]
-                    ? (largest[i] + __log2f(sum[i])) * kLn2
-                    : -kInfinity;
+                sum[i] == 0.0f ? -kInfinity : (largest[i] + __log2f(sum[i])) * kLn2;
         }
     }
 }

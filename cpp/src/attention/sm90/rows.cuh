@@ -61,8 +61,9 @@ __device__ __forceinline__ Visible visible_in_tile(
     return {keys.begin - first, keys.end - first};
 }
 
-template <class Config>
-__device__ __forceinline__ void mask(
+// Keys that a row may not see: from `end` on, or, with kBelow, before `begin`.
+template <class Config, bool kBelow>
+__device__ __forceinline__ void mask_side(
     const PlanShape& shape,
     const PrefillItem& item,
     const Rows& rows,
@@ -78,9 +79,24 @@ __device__ __forceinline__ void mask(
             for (int c = 0; c < 2; ++c) {
                 const int column = 8 * j + c;
                 float& score = scores[4 * j + 2 * i + c];
-                score = column >= keys.begin && column < keys.end ? score : -kInfinity;
+                const bool is_seen = kBelow ? column >= keys.begin : column < keys.end;
+                score = is_seen ? score : -kInfinity;
             }
         }
+    }
+}
+
+template <class Config>
+__device__ __forceinline__ void mask(
+    const PlanShape& shape,
+    const PrefillItem& item,
+    const Rows& rows,
+    int32_t tile,
+    float (&scores)[Config::kKeys / 2]
+) {
+    mask_side<Config, false>(shape, item, rows, tile, scores);
+    if (shape.window_left >= 0) {
+        mask_side<Config, true>(shape, item, rows, tile, scores);
     }
 }
 

@@ -74,6 +74,11 @@ struct alignas(1024) Shared {
     PrefillItem items[kItems];
 };
 
+// Until a barrier has completed a turn.
+__device__ __forceinline__ void wait(const uint64_t* barrier, uint32_t turn) {
+    ClusterBarrier::wait(barrier, turn);
+}
+
 // Warps of the producer warpgroup.
 enum class Role : int {
     kKeys = 0,     // even boxes
@@ -105,7 +110,7 @@ public:
     __device__ explicit ItemReader(Shared<Config>& shared) : shared_(shared) {}
 
     __device__ __forceinline__ const PrefillItem& wait() {
-        ClusterBarrier::wait(&shared_.item_full[next_ % kItems], next_ / kItems % 2);
+        sm90::wait(&shared_.item_full[next_ % kItems], next_ / kItems % 2);
         const PrefillItem& item = shared_.items[next_ % kItems];
         ++next_;
         return item;

@@ -72,21 +72,35 @@ bool describe(
             strides[i - 1] = static_cast<cuuint64_t>(stride);
         }
     }
-    return fits && encode(
-                       &map,
-                       dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                       kRank,
-                       const_cast<void*>(data),
-                       counts.data(),
-                       strides.data(),
-                       box.data(),
-                       steps.data(),
-                       CU_TENSOR_MAP_INTERLEAVE_NONE,
-                       CU_TENSOR_MAP_SWIZZLE_128B,
-                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
-                   ) == CUDA_SUCCESS;
+    if (!fits) {
+        return false;
+    }
+    const auto try_encode = [&] {
+        return encode(
+            &map,
+            dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            kRank,
+            const_cast<void*>(data),
+            counts.data(),
+            strides.data(),
+            box.data(),
+            steps.data(),
+            CU_TENSOR_MAP_INTERLEAVE_NONE,
+            CU_TENSOR_MAP_SWIZZLE_128B,
+            CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+        );
+    };
+    CUresult result = try_encode();
+    if (result == CUDA_ERROR_INVALID_CONTEXT) {
+        // The thread has not called the runtime yet: setting its device makes the context current.
+        int device = 0;
+        check_cuda(cudaGetDevice(&device), kFunction);
+        check_cuda(cudaSetDevice(device), kFunction);
+        result = try_encode();
+    }
+    return result == CUDA_SUCCESS;
 }
 
 }  // namespace

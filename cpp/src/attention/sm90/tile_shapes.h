@@ -39,7 +39,7 @@ constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v) {
 // Registers of a thread after the warpgroups have settled between them what the launch gave to all:
 // consumers take what they need, producers keep the rest.
 constexpr int consumer_registers(const PrefillTile& tile) {
-    return tile.warpgroups == 3 ? 160 : tile.keys == 160 ? 240 : 232;
+    return tile.warpgroups == 3 ? 160 : tile.keys == 128 ? 232 : 240;
 }
 
 constexpr int producer_registers(const PrefillTile& tile) {
@@ -50,6 +50,6 @@ constexpr int producer_registers(const PrefillTile& tile) {
 
 static_assert(producer_registers(prefill_tile(128, 128)) == 24);
 static_assert(producer_registers(prefill_tile(64, 64)) == 32);
-static_assert(producer_registers(prefill_tile(256, 256)) == 40);
+static_assert(producer_registers(prefill_tile(192, 128)) == 40);
 
 }  // namespace pagetile::sm90

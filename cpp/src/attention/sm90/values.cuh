@@ -80,22 +80,43 @@ private:
         const auto me = static_cast<int32_t>(threadIdx.x % 128);
 #pragma unroll 1
         for (int32_t i = begin * kChunks + me; i < end * kChunks; i += 128) {
-            const int32_t key = i / kChunks;
-            const int32_t chunk = i % kChunks;
-            act(*reinterpret_cast<uint4*>(
-                values + (key / kGranule * Config::kSlabsV + chunk / 8) * kGranuleBytes +
-                key % kGranule * kSlabBytes + chunk % 8 * 16
-            ));
+            act(chunk_at(values, i));
         }
     }
 
+    static __device__ __forceinline__ uint4& chunk_at(char* values, int32_t number) {
+        const int32_t key = number / kChunks;
+        const int32_t chunk = number % kChunks;
+        return *reinterpret_cast<uint4*>(
+            values + (key / kGranule * Config::kSlabsV + chunk / 8) * kGranuleBytes +
+            key % kGranule * kSlabBytes + chunk % 8 * 16
+        );
+    }
+
+    // 0 times what is not finite is a NaN, and a sum with a NaN is one. Four loads at a time, for the
+    // latency of one.
     static __device__ __forceinline__ bool has_non_finite(char* values, int32_t begin, int32_t end) {
-        uint32_t found = 0;
-        for_each_chunk(values, begin, end, [&](const uint4& bytes) {
-            found |= non_finite_halves<Element>(bytes.x) | non_finite_halves<Element>(bytes.y) |
-                     non_finite_halves<Element>(bytes.z) | non_finite_halves<Element>(bytes.w);
-        });
-        return found != 0;
+        constexpr int kAtOnce = 4;
+        const auto me = static_cast<int32_t>(threadIdx.x % 128);
+        uint32_t sum = 0;
+#pragma unroll 1
+        for (int32_t i = begin * kChunks + me; i < end * kChunks; i += 128 * kAtOnce) {
+            uint4 chunks[kAtOnce];
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k) {
+                // Behind the end once more the first one.
+                const int32_t at = i + 128 * k < end * kChunks ? i + 128 * k : i;
+                chunks[k] = chunk_at(values, at);
+            }
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k) {
+                sum = add_times_zero(Element{}, chunks[k].x, sum);
+                sum = add_times_zero(Element{}, chunks[k].y, sum);
+                sum = add_times_zero(Element{}, chunks[k].z, sum);
+                sum = add_times_zero(Element{}, chunks[k].w, sum);
+            }
+        }
+        return non_finite_halves<Element>(sum) != 0;
     }
 
     static __device__ __forceinline__ void remove_non_finite(

@@ -70,6 +70,26 @@ __device__ __forceinline__ uint32_t pack(cutlass::bfloat16_t, float low, float h
     return reinterpret_cast<const uint32_t&>(pair);
 }
 
+// sum + 0 * pair, two at a time.
+__device__ __forceinline__ uint32_t add_times_zero(cutlass::half_t, uint32_t pair, uint32_t sum) {
+    const __half2 result = __hfma2(
+        reinterpret_cast<const __half2&>(pair),
+        __half2{},
+        reinterpret_cast<const __half2&>(sum)
+    );
+    return reinterpret_cast<const uint32_t&>(result);
+}
+
+__device__ __forceinline__ uint32_t
+add_times_zero(cutlass::bfloat16_t, uint32_t pair, uint32_t sum) {
+    const __nv_bfloat162 result = __hfma2(
+        reinterpret_cast<const __nv_bfloat162&>(pair),
+        __nv_bfloat162{},
+        reinterpret_cast<const __nv_bfloat162&>(sum)
+    );
+    return reinterpret_cast<const uint32_t&>(result);
+}
+
 // The lower or the upper one of two.
 __device__ __forceinline__ float unpack(cutlass::half_t, uint32_t pair, int upper) {
     return __half2float(__ushort_as_half(static_cast<uint16_t>(pair >> 16 * upper)));
