@@ -23,6 +23,10 @@ public:
     static constexpr int kStages = Config::kTile.stages;
     static constexpr int kBuffers = Config::kTile.query_buffers;
 
+    // An item's results are stored in the first turn of the next one, while the tensor cores are at its
+    // scores, where there are registers for both (H200: 3 % of the time where items are short).
+    static constexpr bool kStoresLate = Config::kHeadDim == 128 && !Config::kTransforms;
+
     __device__ __forceinline__ Consumer(
         const gpu::KernelParams& params, Storage& shared, int warpgroup
     )
@@ -53,11 +57,9 @@ public:
         softmax_.step(scores_, factor_);
         pack_weights();
 
-        // Of the item whose values are being added. Its results are stored in the first turn of the next
-        // item, while the tensor cores are at that one's scores.
         int32_t is_new = 1;    // no values have been added yet
         int32_t is_clean = 1;  // and none has been left out
-        const PrefillItem* ended = nullptr;
+        const PrefillItem* ended = nullptr;  // and its results are not stored yet
         float largest[2];
         float sum[2];
         while (true) {
@@ -82,7 +84,7 @@ public:
             }
             is_clean = wait_for_values(*item, tile, at_edge) ? is_clean : 0;
             if (is_last) {
-                ended = item;
+                ended = kStoresLate ? item : nullptr;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     largest[i] = softmax_.largest[i];
@@ -99,14 +101,18 @@ public:
             weigh();
             if (!is_last) {
                 rescale();
+            } else if constexpr (!kStoresLate) {
+                end_item(*item, largest, sum, is_clean);
             }
             pack_weights();
             is_new = is_last ? 1 : 0;
             item = next;
             tile = next_tile;
             at_edge = next_at_edge;
-            if (is_new == 0 && at_edge == 0) {
-                pass_inside(*item, tile, first);
+            if constexpr (!Config::kTransforms) {
+                if (is_new == 0 && at_edge == 0) {
+                    pass_inside(*item, tile, first);
+                }
             }
         }
         if (ended != nullptr) {
@@ -137,7 +143,6 @@ private:
             cute::warpgroup_wait<1>();
             end_scores(false);
             --tile;
-            rule(item, tile, 0);
             weigh();
             rescale();
             pack_weights();

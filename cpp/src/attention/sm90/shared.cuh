@@ -27,7 +27,7 @@ struct Config {
     static constexpr bool kTransforms = kTransforms_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
-    static constexpr PrefillTile kTile = prefill_tile(kHeadDim, kHeadDimV);
+    static constexpr PrefillTile kTile = prefill_tile(kHeadDim, kHeadDimV, kTransforms);
     static constexpr int kRows = kTile.rows();
     static constexpr int kKeys = kTile.keys;
     static constexpr int kSlabs = kHeadDim / kSlabElements;

@@ -20,7 +20,12 @@ struct PrefillTile {
 // H200, docs/kernels/attention_sm90.md. The scores, the weights and the sums of a row live in
 // registers, K and V in what the queries leave of 227 KB of shared memory; within that, wide tiles
 // win, because a row's softmax costs the same for every tile.
-constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v) {
+//
+// transforms: scores need more than a positive factor, which takes registers.
+constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v, bool transforms) {
+    if (head_dim <= 64 && transforms) {
+        return {.warpgroups = 2, .keys = 160, .stages = 3, .query_buffers = 2};
+    }
     if (head_dim <= 64) {
         return {.warpgroups = 3, .keys = 128, .stages = 3, .query_buffers = 2};
     }
@@ -48,8 +53,8 @@ constexpr int producer_registers(const PrefillTile& tile) {
     return at_launch * (tile.warpgroups + 1) - consumer_registers(tile) * tile.warpgroups;
 }
 
-static_assert(producer_registers(prefill_tile(128, 128)) == 24);
-static_assert(producer_registers(prefill_tile(64, 64)) == 32);
-static_assert(producer_registers(prefill_tile(192, 128)) == 40);
+static_assert(producer_registers(prefill_tile(128, 128, false)) == 24);
+static_assert(producer_registers(prefill_tile(64, 64, false)) == 32);
+static_assert(producer_registers(prefill_tile(192, 128, false)) == 40);
 
 }  // namespace pagetile::sm90
