@@ -9,12 +9,6 @@
 
 namespace pagetile::gpu {
 
-// What a prefill kernel is launched with, besides what all attention kernels are.
-struct PrefillSchedule {
-    PrefillShape shape;
-    uint32_t* next_item;  // 0 between launches
-};
-
 struct PrefillItem {
     int32_t batch_idx;
     int32_t kv_head;
@@ -24,14 +18,32 @@ struct PrefillItem {
     TileKeys keys;
 };
 
-// Keeps 32 sequences at hand, one a lane, and goes forward only: items are asked for in rising
-// order.
+// Counts the items of 32 sequences at a time, one a lane, and goes forward only: items are asked for
+// in rising order. Keeps little in registers, of which the warp that calls it may have 24.
 class PrefillItems {
 public:
+    // Where a lane is: for a warp that keeps it elsewhere in between.
+    struct State {
+        int32_t first_sequence;
+        uint32_t first_item;
+        uint32_t end_of_mine;
+    };
+
     __device__ PrefillItems(const KernelParams& params, const PrefillShape& shape)
         : params_(params), shape_(shape) {
         load();
     }
+
+    __device__ PrefillItems(
+        const KernelParams& params, const PrefillShape& shape, const State& state
+    )
+        : params_(params),
+          shape_(shape),
+          first_sequence_(state.first_sequence),
+          first_item_(state.first_item),
+          end_of_mine_(state.end_of_mine) {}
+
+    __device__ State state() const { return {first_sequence_, first_item_, end_of_mine_}; }
 
     // False: there are only count() items.
     __device__ bool find(uint32_t number, PrefillItem& item) {
@@ -49,7 +61,7 @@ public:
         const int lane = __ffs(static_cast<int>(behind)) - 1;
         const uint32_t begin = __shfl_sync(kWarp, end_of_mine_, max(lane - 1, 0));
         item.batch_idx = first_sequence_ + lane;
-        item.sequence = take(mine_, lane);
+        item.sequence = make_sequence(params_, fetch_sequence(params_, item.batch_idx));
         const PrefillPlace place = prefill_place(
             shape_,
             item.sequence.q_len,
@@ -75,12 +87,14 @@ public:
 private:
     __device__ void load() {
         const auto me = static_cast<int32_t>(threadIdx.x % 32);
-        mine_ = {0, 0, 0, 0};
+        end_of_mine_ = 0;
         if (first_sequence_ + me < params_.shape.batch) {
-            mine_ = make_sequence(params_, fetch_sequence(params_, first_sequence_ + me));
+            const int32_t q_len =
+                make_sequence(params_, fetch_sequence(params_, first_sequence_ + me)).q_len;
+            if (is_long(params_.shape, q_len)) {
+                end_of_mine_ = static_cast<uint32_t>(prefill_items(shape_, q_len));
+            }
         }
-        const bool is_mine = is_long(params_.shape, mine_.q_len);
-        end_of_mine_ = is_mine ? static_cast<uint32_t>(prefill_items(shape_, mine_.q_len)) : 0;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const uint32_t before = __shfl_up_sync(kWarp, end_of_mine_, step);
@@ -93,7 +107,6 @@ private:
     int32_t first_sequence_ = 0;
     uint32_t first_item_ = 0;   // of those sequences
     uint32_t end_of_mine_ = 0;  // items up to the lane's sequence, counted from first_item_
-    Sequence mine_ = {};
 };
 
 }  // namespace pagetile::gpu

@@ -34,6 +34,10 @@ struct MathType<cutlass::half_t> {
         const __half2 pair = __floats2half2_rn(low, high);
         return reinterpret_cast<const uint32_t&>(pair);
     }
+
+    static __device__ float2 unpack(uint32_t pair) {
+        return __half22float2(reinterpret_cast<const __half2&>(pair));
+    }
 };
 
 template <>
@@ -44,6 +48,10 @@ struct MathType<cutlass::bfloat16_t> {
     static __device__ uint32_t pack(float low, float high) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
         return reinterpret_cast<const uint32_t&>(pair);
+    }
+
+    static __device__ float2 unpack(uint32_t pair) {
+        return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
     }
 };
 

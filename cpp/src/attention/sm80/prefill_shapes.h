@@ -1,0 +1,70 @@
+#pragma once
+
+// Tiles of the portable prefill kernel: how its warps share the work, by head dimension, size of an
+// element and the architecture's shared memory.
+
+#include "attention/sm80/tile_shapes.h"
+
+namespace pagetile::sm80 {
+
+// Packed rows of a tile, on every architecture: they decide which items there are.
+inline constexpr int kPrefillRows = 128;
+
+// Each warp has row_steps x 16 rows of its own, and all of them share the tiles of keys.
+struct PrefillTile {
+    int keys;
+    int warps;
+    int row_steps;
+    int k_stages;  // tiles of keys in shared memory: 1 or 2
+    int v_stages;  // of values; not more than of keys
+    int ctas;      // on a multiprocessor
+    bool keeps_queries;  // in registers
+
+    constexpr int num_threads() const { return 32 * warps; }
+};
+
+// What a CTA has besides the tiles: its items, and 1 KB that the system takes.
+inline constexpr int kPrefillItemBytes = 1024;
+inline constexpr int kReservedBytes = 1024;
+
+constexpr int prefill_query_bytes(int head_dim) { return kPrefillRows * head_dim * 2; }
+
+constexpr int prefill_shared_memory(
+    const PrefillTile& tile, int head_dim, int head_dim_v, int element_bytes
+) {
+    return prefill_query_bytes(head_dim) +
+           tile.keys * element_bytes * (tile.k_stages * head_dim + tile.v_stages * head_dim_v);
+}
+
+// 32 rows a warp halve what it reads of keys and values from shared memory, which is as busy as the
+// tensor cores; their sums take half the registers up to 128 of head_dim_v. Then two CTAs beside
+// each other: one multiplies while the other one is at its exponentials.
+constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v, int element_bytes, int arch) {
+    const int most = max_shared_memory(arch);
+    for (int ctas = head_dim_v <= 128 ? 2 : 1; ctas >= 1; --ctas) {
+        for (int keys = 64; keys >= 32; keys /= 2) {
+            for (int stages = 4; stages >= 2; --stages) {
+                PrefillTile tile = {};
+                tile.keys = keys;
+                tile.ctas = ctas;
+                tile.row_steps = ctas == 2 ? 2 : 1;
+                tile.warps = kPrefillRows / 16 / tile.row_steps;
+                tile.k_stages = (stages + 1) / 2;
+                tile.v_stages = stages / 2;
+                tile.keeps_queries = tile.row_steps * head_dim <= (ctas == 2 ? 128 : 192);
+                const int bytes =
+                    prefill_shared_memory(tile, head_dim, head_dim_v, element_bytes) +
+                    kPrefillItemBytes;
+                if (ctas * (bytes + kReservedBytes) <= most + kReservedBytes) {
+                    return tile;
+                }
+            }
+            if (ctas == 2) {
+                break;  // rather more keys in one CTA
+            }
+        }
+    }
+    return {};  // unreachable for the head dimensions built: checked where it is used
+}
+
+}  // namespace pagetile::sm80
