@@ -45,6 +45,17 @@ __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter, uint32_t la
     return before;
 }
 
+// Adds 1 to a counter; returns what it was. (Of an addition nvcc 13.0 makes one for the whole warp,
+// and waits for it at once; not of this.)
+__device__ __forceinline__ uint32_t take_number(uint32_t* counter) {
+    uint32_t before;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xffffffff;"
+                 : "=r"(before)
+                 : "l"(counter)
+                 : "memory");
+    return before;
+}
+
 // Where a place in shared memory is in another thread block of the cluster.
 __device__ __forceinline__ void* place_in_cluster(void* here, int rank) {
 #if __CUDA_ARCH__ >= 900

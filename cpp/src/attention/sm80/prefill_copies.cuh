@@ -144,15 +144,15 @@ private:
 
     __device__ __forceinline__ void
     copy_keys(const PrefillItem& item, int tile, const Places& places) const {
-        copy<KLayout, kRowBytesK>(params_.kv[0], item, tile, places, keys_at(tile));
+        copy<KLayout>(params_.kv[0], item, tile, places, keys_at(tile));
     }
 
     __device__ __forceinline__ void
     copy_values(const PrefillItem& item, int tile, const Places& places) const {
-        copy<VLayout, kRowBytesV>(params_.kv[1], item, tile, places, values_at(tile));
+        copy<VLayout>(params_.kv[1], item, tile, places, values_at(tile));
     }
 
-    template <class Layout, int kRowBytes>
+    template <class Layout>
     __device__ __forceinline__ void copy(
         const gpu::KvSide& side,
         const PrefillItem& item,
@@ -169,12 +169,12 @@ private:
                                first_key >= item.keys.first && first_key + kRows <= item.keys.end;
         if (is_simple) [[likely]] {
             const int offset = __shfl_sync(kWarp, places.offset, 0);
-            copy_page<Layout, kRowBytes>(side, item.kv_head, page, offset, to);
+            copy_page<Layout>(side, item.kv_head, page, offset, to);
         } else {
             const Rows rows = {
                 places, item.kv_head, item.keys.first - first_key, item.keys.end - first_key
             };
-            copy_some<Layout, kRowBytes>(params_, side, rows, to);
+            copy_some<Layout>(params_, side, rows, to);
         }
     }
 
@@ -182,43 +182,46 @@ private:
         return static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
     }
 
-    // Whole rows of one page, all of them visible.
-    template <class Layout, int kRowBytes>
+    // Rows of one page, all of them whole and visible. An instruction takes one slab of several rows:
+    // then the next one's addresses differ by constants.
+    template <class Layout>
     static __device__ __forceinline__ void copy_page(
         const gpu::KvSide& side, int kv_head, int page, int offset, char* to
     ) {
-        using Copy = RowCopy<kRowBytes>;
-        static constexpr int kSteps = kRows / Copy::kRows;
-        static_assert(kSteps * Copy::kRows == kRows);
-        const int chunk = lane() % Copy::kChunks;
-        const int row = lane() / Copy::kChunks;
-        const bool has_row = Copy::kAllLanes || row < Copy::kRows;
-        const int first = Layout::offset(first_row() + row % Copy::kRows, chunk);
-        const int64_t step_stride = Copy::kRows * side.token_stride;
+        static constexpr int kSlab = Layout::kSlab;
+        static constexpr int kRowsAtOnce = 32 / kSlab < kRows ? 32 / kSlab : kRows;
+        const int chunk = lane() % kSlab;
+        const int row = lane() / kSlab;
+        if (kRowsAtOnce * kSlab < 32 && row >= kRowsAtOnce) {
+            return;
+        }
+        const int first = Layout::offset(first_row() + row, chunk);
         const char* from = side.data + kv_head * side.head_stride + chunk * 16 +
                            page * side.page_stride +
                            static_cast<int64_t>(offset + row) * side.token_stride;
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            if (has_row) {
-                char* place = to + Layout::offset_from(first, step * Copy::kRows, 0);
+        for (int more = 0; more < kRows; more += kRowsAtOnce) {
+#pragma unroll
+            for (int slab = 0; slab < Layout::kChunks; slab += kSlab) {
                 cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
-                    *reinterpret_cast<const cute::uint128_t*>(from),
-                    *reinterpret_cast<cute::uint128_t*>(place)
+                    *reinterpret_cast<const cute::uint128_t*>(from + slab * 16),
+                    *reinterpret_cast<cute::uint128_t*>(
+                        to + Layout::offset_from(first, more, slab)
+                    )
                 );
             }
-            from += step_stride;
+            from += kRowsAtOnce * side.token_stride;
         }
     }
 
     // Small pages, the ends of what is visible, other alignments, rows in chunks. Out of the way of
     // the loop: instructions that are jumped over are fetched, too.
-    template <class Layout, int kRowBytes>
+    template <class Layout>
     static __device__ __noinline__ void copy_some(
         const KernelParams& params, const gpu::KvSide& side, Rows rows, char* to
     ) {
         static constexpr int kElement = Config::kElementBytes;
-        static constexpr int kChunks = kRowBytes / 16;
+        static constexpr int kChunks = Layout::kChunks;
 #pragma unroll 1
         for (int first = 0; first < kRows * kChunks; first += 32) {
             const int i = first + lane();

@@ -78,7 +78,7 @@ public:
 
 private:
     static __device__ __forceinline__ uint32_t ask(const PrefillSchedule& schedule) {
-        return threadIdx.x == 0 ? atomicAdd(schedule.next_item, 1) : 0;
+        return threadIdx.x == 0 ? ptx::take_number(schedule.next_item) : 0;
     }
 
     static __device__ __noinline__ void

@@ -3,10 +3,8 @@
 // The queries of a tile: from global memory to shared memory, from there to the tensor cores as the
 // 16 rows of an instruction, and their scores.
 
-#include "attention/sm80/prefill_config.cuh"
+#include "attention/sm80/prefill_fragments.cuh"
 #include "common/ptx.cuh"
-
-#include <cute/arch/copy_sm75.hpp>
 
 #include <cstdint>
 
@@ -16,9 +14,7 @@ template <class Config>
 class PrefillQueries {
 public:
     using Layout = typename Config::QLayout;
-    using KLayout = typename Config::KLayout;
-    using Stored = typename Config::Stored;
-    using Math = MathType<typename Config::Math>;
+    using Frag = PrefillFragments<Config>;
     static constexpr int kRowSteps = Config::kRowSteps;
     static constexpr int kKSteps = Config::kHeadDim / 16;
     static constexpr int kKeyTiles = Config::kKeys / 8;
@@ -75,10 +71,6 @@ public:
 
     // Scores of the warp's rows with a tile of keys.
     __device__ __forceinline__ void multiply_keys(Scores& scores, const char* k_tile) const {
-        static constexpr int kStepsPerLoad = Config::kFloat8 ? 2 : 1;
-        const int first_key = KLayout::offset(
-            static_cast<int>(threadIdx.x % 16), static_cast<int>(threadIdx.x % 32) / 16
-        );
 #pragma unroll
         for (int n = 0; n < kRowSteps; ++n) {
 #pragma unroll
@@ -90,31 +82,18 @@ public:
             }
         }
 #pragma unroll
-        for (int k = 0; k < kKSteps; k += kStepsPerLoad) {
-            uint32_t q[kStepsPerLoad][kRowSteps][4];
+        for (int k = 0; k < kKSteps; k += Frag::kStepsPerLoad) {
+            uint32_t q[Frag::kStepsPerLoad][kRowSteps][4];
 #pragma unroll
-            for (int step = 0; step < kStepsPerLoad; ++step) {
+            for (int step = 0; step < Frag::kStepsPerLoad; ++step) {
                 get(k + step, q[step]);
             }
+            Frag::for_each_key(k_tile, k, [&](int step, int j, const uint32_t (&keys)[4]) {
 #pragma unroll
-            for (int j = 0; j < kKeyTiles; j += 2) {
-                const char* from = k_tile + KLayout::offset_from(first_key, j * 8, 2 * k / kStepsPerLoad);
-                uint32_t keys[4];
-                load_matrices(keys, from);
-                if constexpr (Config::kFloat8) {
-                    // Lane (g, t) has elements 4t..4t+3 of a chunk, as the queries do.
-                    uint32_t first[4];
-                    uint32_t second[4];
-                    widen<Stored>(first[0], first[2], keys[0]);
-                    widen<Stored>(first[1], first[3], keys[1]);
-                    widen<Stored>(second[0], second[2], keys[2]);
-                    widen<Stored>(second[1], second[3], keys[3]);
-                    multiply(scores, j, q[0], first);
-                    multiply(scores, j, q[kStepsPerLoad - 1], second);
-                } else {
-                    multiply(scores, j, q[0], keys);
+                for (int n = 0; n < kRowSteps; ++n) {
+                    Frag::multiply(scores[n], j, q[step][n], keys);
                 }
-            }
+            });
         }
     }
 
@@ -122,20 +101,6 @@ public:
     float scale[kRowSteps][2];
 
 private:
-    // 16 keys are the columns of two instructions: b[0], b[2] and b[1], b[3].
-    static __device__ __forceinline__ void multiply(
-        Scores& scores, int j, const uint32_t (&q)[kRowSteps][4], const uint32_t (&b)[4]
-    ) {
-#pragma unroll
-        for (int n = 0; n < kRowSteps; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const uint32_t keys[2] = {b[i], b[i + 2]};
-                Fragments<Config>::multiply(scores[n][j + i], q[n], keys);
-            }
-        }
-    }
-
     __device__ __forceinline__ void get(int k, uint32_t (&q)[kRowSteps][4]) const {
         if constexpr (kKeeps) {
 #pragma unroll
@@ -153,14 +118,8 @@ private:
     __device__ __forceinline__ void fetch(int k, uint32_t (&q)[kRowSteps][4]) const {
 #pragma unroll
         for (int n = 0; n < kRowSteps; ++n) {
-            load_matrices(q[n], rows_ + Layout::offset_from(first_, n * 16, 2 * k));
+            Frag::load(q[n], rows_ + Layout::offset_from(first_, n * 16, 2 * k));
         }
-    }
-
-    static __device__ __forceinline__ void load_matrices(uint32_t (&a)[4], const char* from) {
-        cute::SM75_U32x4_LDSM_N::copy(
-            *reinterpret_cast<const cute::uint128_t*>(from), a[0], a[1], a[2], a[3]
-        );
     }
 
     // The warp's own rows become fp16, in the order in which fp8 keys come: elements 4t, 4t + 1 of

@@ -40,7 +40,7 @@ template <class Config>
 class PrefillValues {
 public:
     static constexpr int kRowSteps = Config::kRowSteps;
-    using Frag = Fragments<Config>;
+    using Frag = PrefillFragments<Config>;
     using Math = MathType<typename Config::Math>;
     using Rules = PrefillRules<Config>;
     using SoftmaxOf = PrefillSoftmax<Config>;
@@ -50,14 +50,10 @@ public:
     // Adds the values of 16 keys, `key` and following.
     static __device__ __forceinline__ void
     multiply(const char* v_tile, int key, const Weights& weights, Output& out) {
-        Frag::for_each_value(v_tile, key, [&](int step, const uint32_t (&v)[4]) {
+        Frag::for_each_value(v_tile, key, [&](int step, const uint32_t (&values)[4]) {
 #pragma unroll
             for (int n = 0; n < kRowSteps; ++n) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const uint32_t b[2] = {v[i], v[i + 2]};
-                    Frag::multiply(out[n][2 * step + i], weights[n], b);
-                }
+                Frag::multiply(out[n], 2 * step, weights[n], values);
             }
         });
     }
