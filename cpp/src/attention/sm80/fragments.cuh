@@ -7,6 +7,7 @@
 // [3] (g + 8, 2t + 1).
 
 #include "attention/sm80/kv_ring.cuh"
+#include "common/ptx.cuh"
 
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/mma_sm80.hpp>
@@ -55,10 +56,9 @@ struct MathType<cutlass::bfloat16_t> {
     }
 };
 
-// Two bytes of e4m3 as two fp16, exactly, where no instruction does it. As bits of an fp16, an e4m3
-// moved up by 7 is its value times 2^-8, subnormals too; 0x7f is NaN.
-__device__ __forceinline__ uint32_t widen_e4m3_by_bits(uint32_t pair) {
-    const uint32_t apart = __byte_perm(pair, 0, 0x4140);
+// e4m3 as fp16, exactly, where no instruction does it: the lowest and the third byte. As bits of an
+// fp16, an e4m3 moved up by 7 is its value times 2^-8, subnormals too; 0x7f is NaN.
+__device__ __forceinline__ uint32_t widen_e4m3_by_bits(uint32_t apart) {
     const uint32_t magnitude = apart & 0x007f007f;
     const uint32_t bits = (apart & 0x00800080) << 8 | magnitude << 7;
     const uint32_t nan = ((magnitude + 0x00010001) >> 7 & 0x00010001) * 0x7e00;
@@ -68,27 +68,36 @@ __device__ __forceinline__ uint32_t widen_e4m3_by_bits(uint32_t pair) {
     return reinterpret_cast<const uint32_t&>(wide) | nan;
 }
 
-// Two bytes of fp8 as two fp16, exactly.
+// Four bytes of fp8 as fp16, exactly: the first two and the last two.
 template <class Stored>
-__device__ __forceinline__ uint32_t widen(uint32_t pair) {
+__device__ __forceinline__ void widen(uint32_t& low, uint32_t& high, uint32_t four) {
     if constexpr (std::is_same_v<Stored, cutlass::float_e5m2_t>) {
-        return __byte_perm(pair, 0, 0x1404);  // the upper half of an fp16 is an e5m2
+        low = __byte_perm(four, 0, 0x1404);  // the upper half of an fp16 is an e5m2
+        high = __byte_perm(four, 0, 0x3424);
     } else {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
-        const __half2_raw wide =
-            __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
-        return static_cast<uint32_t>(wide.y) << 16 | wide.x;
+        ptx::widen_e4m3(low, high, four);
 #else
-        return widen_e4m3_by_bits(pair);
+        low = widen_e4m3_by_bits(__byte_perm(four, 0, 0x4140));
+        high = widen_e4m3_by_bits(__byte_perm(four, 0, 0x4342));
 #endif
     }
 }
 
-// Four bytes: the first two and the last two.
+// The first and the third, the second and the fourth.
 template <class Stored>
-__device__ __forceinline__ void widen(uint32_t& low, uint32_t& high, uint32_t four) {
-    low = widen<Stored>(four & 0xffff);
-    high = widen<Stored>(four >> 16);
+__device__ __forceinline__ void widen_in_turn(uint32_t& even, uint32_t& odd, uint32_t four) {
+    if constexpr (std::is_same_v<Stored, cutlass::float_e5m2_t>) {
+        even = __byte_perm(four, 0, 0x2404);
+        odd = __byte_perm(four, 0, 0x3414);
+    } else {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+        ptx::widen_e4m3(even, odd, __byte_perm(four, 0, 0x3120));
+#else
+        even = widen_e4m3_by_bits(four);
+        odd = widen_e4m3_by_bits(four >> 8);
+#endif
+    }
 }
 
 template <class Config>
@@ -177,13 +186,12 @@ struct Fragments {
             if constexpr (kFloat8) {
                 // Transposed in pairs: an even and an odd element of two keys. The even ones of 16
                 // are the instruction's upper eight rows, the odd ones its lower eight.
-                static constexpr uint32_t kByElement = 0x3120;
                 uint32_t first[4];
                 uint32_t second[4];
-                widen<Stored>(first[0], first[1], __byte_perm(a[0], 0, kByElement));
-                widen<Stored>(first[2], first[3], __byte_perm(a[1], 0, kByElement));
-                widen<Stored>(second[0], second[1], __byte_perm(a[2], 0, kByElement));
-                widen<Stored>(second[2], second[3], __byte_perm(a[3], 0, kByElement));
+                widen_in_turn<Stored>(first[0], first[1], a[0]);
+                widen_in_turn<Stored>(first[2], first[3], a[1]);
+                widen_in_turn<Stored>(second[0], second[1], a[2]);
+                widen_in_turn<Stored>(second[2], second[3], a[3]);
                 use(step, first);
                 use(step + 1, second);
             } else {

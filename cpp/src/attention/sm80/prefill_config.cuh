@@ -30,7 +30,7 @@ struct PrefillConfig {
     static constexpr int kRowSteps = kTile.row_steps;
     static constexpr int kRowsOfWarp = 16 * kRowSteps;
     static constexpr int kThreads = kTile.num_threads();
-    static_assert(kRowsOfWarp * kTile.warps == kPrefillRows);
+    static_assert(kTile.warps > 0 && kRowsOfWarp * kTile.warps == kPrefillRows);
     using QLayout = RowLayout<kPrefillRows, kHeadDim * 2>;
     using KLayout = RowLayout<kKeys, kHeadDim * kElementBytes>;
     using VLayout = RowLayout<kKeys, kHeadDimV * kElementBytes>;

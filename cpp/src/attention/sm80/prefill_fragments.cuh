@@ -18,32 +18,34 @@ struct PrefillFragments {
     using Stored = typename Config::Stored;
     using KLayout = typename Config::KLayout;
     using VLayout = typename Config::VLayout;
-    // 16 bytes of an fp8 row are 16 elements: what ldmatrix reads for two steps, two steps use.
-    static constexpr int kStepsPerLoad = Config::kFloat8 ? 2 : 1;
 
-    // Calls use(step, j, b) with the operands of keys 8 j to 8 j + 15 and 16 of the head dimension,
-    // for all keys, and steps k to k + kStepsPerLoad - 1.
+    // Calls use(j, b) with the operands of keys 8 j to 8 j + 15 and step k of the head dimension, for
+    // all keys.
     template <class Use>
     static __device__ __forceinline__ void for_each_key(
         const char* k_tile, int k, const Use& use
     ) {
-        const int first = KLayout::offset(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);
+        // What one load reads: 32 keys of 16 bytes, or 16 keys of 32 bytes
+        static constexpr int kKeysAtOnce = Config::kFloat8 ? 32 : 16;
+        const int first = Config::kFloat8
+                              ? KLayout::offset(lane(), 0)
+                              : KLayout::offset(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);
 #pragma unroll
-        for (int j = 0; j < Config::kKeys / 8; j += 2) {
+        for (int key = 0; key < Config::kKeys; key += kKeysAtOnce) {
             uint32_t r[4];
-            load(r, k_tile + KLayout::offset_from(first, j * 8, 2 * k / kStepsPerLoad));
+            load(r, k_tile + KLayout::offset_from(first, key, Config::kFloat8 ? k : 2 * k));
             if constexpr (Config::kFloat8) {
-                // Lane (g, t) has elements 4t..4t+3 of a chunk where the instruction wants 2t, 2t + 1,
-                // 2t + 8, 2t + 9: the order of the head dimension is free, Q comes in the same.
-                uint32_t b[2][4];
+                // Lane (g, t) has elements 4t..4t+3 where the instruction wants 2t, 2t + 1, 2t + 8,
+                // 2t + 9: the order of the head dimension is free, Q comes in the same.
 #pragma unroll
-                for (int step = 0; step < 2; ++step) {
-                    widen<Stored>(b[step][0], b[step][1], r[step]);
-                    widen<Stored>(b[step][2], b[step][3], r[step + 2]);
-                    use(step, j, b[step]);
+                for (int i = 0; i < 4; i += 2) {
+                    uint32_t b[4];
+                    widen<Stored>(b[0], b[1], r[i]);
+                    widen<Stored>(b[2], b[3], r[i + 1]);
+                    use(key / 8 + i, b);
                 }
             } else {
-                use(0, j, r);
+                use(key / 8, r);
             }
         }
     }
@@ -53,6 +55,8 @@ struct PrefillFragments {
     static __device__ __forceinline__ void for_each_value(
         const char* v_tile, int key, const Use& use
     ) {
+        // 16 bytes of an fp8 row are 16 elements: what a load reads for two steps, two steps use.
+        static constexpr int kStepsPerLoad = Config::kFloat8 ? 2 : 1;
         const int first = VLayout::offset(lane() % 16, lane() / 16);
 #pragma unroll
         for (int step = 0; step < Config::kHeadDimV / 16; step += kStepsPerLoad) {
@@ -69,13 +73,12 @@ struct PrefillFragments {
             if constexpr (Config::kFloat8) {
                 // Transposed in pairs: an even and an odd element of two keys. The even ones of 16
                 // are the columns of one instruction, the odd ones those of the other.
-                static constexpr uint32_t kByElement = 0x3120;
                 uint32_t b[2][4];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     uint32_t(&here)[4] = b[half];
-                    widen<Stored>(here[0], here[2], __byte_perm(r[2 * half], 0, kByElement));
-                    widen<Stored>(here[1], here[3], __byte_perm(r[2 * half + 1], 0, kByElement));
+                    widen_in_turn<Stored>(here[0], here[2], r[2 * half]);
+                    widen_in_turn<Stored>(here[1], here[3], r[2 * half + 1]);
                     use(step + half, here);
                 }
             } else {

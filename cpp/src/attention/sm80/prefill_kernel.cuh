@@ -27,6 +27,7 @@ public:
     struct Shared {
         PrefillItem items[2];  // kv_head < 0: none
         PrefillItems::State places[32];
+        typename Queries::Scales scales;
     };
 
     static __device__ void
@@ -66,8 +67,10 @@ public:
             cute::cp_async_wait<1>();  // the queries are there, the keys may be on their way
             __syncthreads();
             Queries queries;
-            queries.load(params, item, query_rows);
-            const uint32_t claim = attend(params, schedule, item, queries, copies, softmax, out);
+            queries.load(params, item, query_rows, shared.scales);
+            const uint32_t claim = attend(
+                params, schedule, item, queries, shared.scales, copies, softmax, out
+            );
             if (is_scout) {
                 find_next(params, schedule, shared, claim, other);
             }
@@ -129,6 +132,7 @@ private:
         const PrefillSchedule& schedule,
         const PrefillItem& item,
         const Queries& queries,
+        const typename Queries::Scales& scales,
         Copies& copies,
         SoftmaxOf& softmax,
         Output& out
@@ -140,9 +144,9 @@ private:
             claim = ask(schedule);
         }
         const bool transforms =
-            params.transforms || (Config::kFloat8 && !are_positive(queries));
+            params.transforms || (Config::kFloat8 && !are_positive(params, scales));
         const auto factor = [&](int n, int i) {
-            const float of_row = Config::kFloat8 ? queries.scale[n][i] : params.scale;
+            const float of_row = Queries::scale_of(params, scales, n, i);
             return transforms ? 1.0f : of_row;
         };
 #pragma unroll 1
@@ -156,7 +160,7 @@ private:
             typename Queries::Scores scores;
             queries.multiply_keys(scores, k_tile);
             if (transforms) [[unlikely]] {
-                Rules::transform(params, item, queries, first_key, scores);
+                Rules::transform(params, item, scales, first_key, scores);
             }
             // Keys that all rows see need no mask.
             const bool is_boundary =
@@ -181,11 +185,15 @@ private:
         return claim;
     }
 
-    static __device__ __forceinline__ bool are_positive(const Queries& queries) {
+    static __device__ __forceinline__ bool
+    are_positive(const KernelParams& params, const typename Queries::Scales& scales) {
         bool positive = true;
 #pragma unroll
         for (int n = 0; n < Config::kRowSteps; ++n) {
-            positive = positive && queries.scale[n][0] > 0.0f && queries.scale[n][1] > 0.0f;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                positive = positive && Queries::scale_of(params, scales, n, half) > 0.0f;
+            }
         }
         return __all_sync(kWarp, positive);
     }

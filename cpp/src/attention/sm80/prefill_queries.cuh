@@ -48,9 +48,15 @@ public:
         }
     }
 
+    // What the rows' scores are multiplied with, times log2(e). Kept in shared memory: there are not
+    // registers enough.
+    struct Scales {
+        float of_row[Config::kFloat8 ? kPrefillRows : 1];
+    };
+
     // Once the rows are there, and all warps have met.
     __device__ __forceinline__ void load(
-        const KernelParams& params, const PrefillItem& item, char* rows
+        const KernelParams& params, const PrefillItem& item, char* rows, Scales& scales
     ) {
         rows_ = rows;
         first_ = Layout::offset(
@@ -59,7 +65,7 @@ public:
             static_cast<int>(threadIdx.x % 32) / 16
         );
         if constexpr (Config::kFloat8) {
-            turn_to_half(params, item, rows);
+            turn_to_half(params, item, rows, scales);
         }
         if constexpr (kKeeps) {
 #pragma unroll
@@ -67,6 +73,12 @@ public:
                 fetch(k, kept_[k]);
             }
         }
+    }
+
+    // Of a lane's row.
+    static __device__ __forceinline__ float
+    scale_of(const KernelParams& params, const Scales& scales, int n, int half) {
+        return Config::kFloat8 ? scales.of_row[row_of_lane<Config>(n, half)] : params.scale;
     }
 
     // Scores of the warp's rows with a tile of keys.
@@ -82,23 +94,17 @@ public:
             }
         }
 #pragma unroll
-        for (int k = 0; k < kKSteps; k += Frag::kStepsPerLoad) {
-            uint32_t q[Frag::kStepsPerLoad][kRowSteps][4];
-#pragma unroll
-            for (int step = 0; step < Frag::kStepsPerLoad; ++step) {
-                get(k + step, q[step]);
-            }
-            Frag::for_each_key(k_tile, k, [&](int step, int j, const uint32_t (&keys)[4]) {
+        for (int k = 0; k < kKSteps; ++k) {
+            uint32_t q[kRowSteps][4];
+            get(k, q);
+            Frag::for_each_key(k_tile, k, [&](int j, const uint32_t (&keys)[4]) {
 #pragma unroll
                 for (int n = 0; n < kRowSteps; ++n) {
-                    Frag::multiply(scores[n], j, q[step][n], keys);
+                    Frag::multiply(scores[n], j, q[n], keys);
                 }
             });
         }
     }
-
-    // fp8: what the lane's rows' scores are multiplied with, times log2(e).
-    float scale[kRowSteps][2];
 
 private:
     __device__ __forceinline__ void get(int k, uint32_t (&q)[kRowSteps][4]) const {
@@ -124,27 +130,25 @@ private:
 
     // The warp's own rows become fp16, in the order in which fp8 keys come: elements 4t, 4t + 1 of
     // each 16 stand where the instruction wants 2t, 2t + 1, and 4t + 2, 4t + 3 eight behind them.
-    __device__ __forceinline__ void turn_to_half(
-        const KernelParams& params, const PrefillItem& item, char* rows
+    static __device__ __forceinline__ void turn_to_half(
+        const KernelParams& params, const PrefillItem& item, char* rows, Scales& scales
     ) {
         const float of_all =
             params.scale * scale_at(params.q_scale, item) * scale_at(params.k_scale, item);
         const int t = static_cast<int>(threadIdx.x % 4);
+#pragma unroll 1
+        for (int eight = 0; eight < 2 * kRowSteps; ++eight) {
+            const int row = row_of_lane<Config>(0, eight);
+            uint32_t q[kKSteps][2];
+            const float of_row = load_row_as_half<Layout>(params, rows, row, q);
+            scales.of_row[row] = of_all * of_row;  // all four lanes
+            __syncwarp();  // all have read what is overwritten
 #pragma unroll
-        for (int n = 0; n < kRowSteps; ++n) {
+            for (int k = 0; k < kKSteps; ++k) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = row_of_lane<Config>(n, half);
-                uint32_t q[kKSteps][2];
-                scale[n][half] = of_all * load_row_as_half<Layout>(params, rows, row, q);
-                __syncwarp();  // all have read what is overwritten
-#pragma unroll
-                for (int k = 0; k < kKSteps; ++k) {
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        char* to = rows + Layout::offset(row, 2 * k + i) + 4 * t;
-                        *reinterpret_cast<uint32_t*>(to) = q[k][i];
-                    }
+                for (int i = 0; i < 2; ++i) {
+                    char* to = rows + Layout::offset(row, 2 * k + i) + 4 * t;
+                    *reinterpret_cast<uint32_t*>(to) = q[k][i];
                 }
             }
         }

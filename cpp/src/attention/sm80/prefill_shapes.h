@@ -36,31 +36,35 @@ constexpr int prefill_shared_memory(
            tile.keys * element_bytes * (tile.k_stages * head_dim + tile.v_stages * head_dim_v);
 }
 
-// 32 rows a warp halve what it reads of keys and values from shared memory, which is as busy as the
-// tensor cores; their sums take half the registers up to 128 of head_dim_v. Then two CTAs beside
-// each other: one multiplies while the other one is at its exponentials.
+// The most keys of a tile. Where fp8 is widened by several instructions (8.0, 8.6), or scores wait for
+// values at a barrier, there are registers for fewer.
+constexpr int most_keys(int head_dim, int element_bytes, int row_steps, int arch) {
+    const bool is_roomy = max_shared_memory(arch) > 200 * 1024 && head_dim <= 128;
+    return element_bytes == 1 && row_steps == 2 && head_dim >= 128 && !is_roomy ? 32 : 64;
+}
+
+// 32 rows a warp halve what is read of keys and values from shared memory, which is as busy as the
+// tensor cores; up to 128 of head_dim_v there are registers for their sums. Then two CTAs beside each
+// other: one multiplies while the other one is at its exponentials.
 constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v, int element_bytes, int arch) {
-    const int most = max_shared_memory(arch);
     for (int ctas = head_dim_v <= 128 ? 2 : 1; ctas >= 1; --ctas) {
-        for (int keys = 64; keys >= 32; keys /= 2) {
+        PrefillTile tile = {};
+        tile.ctas = ctas;
+        tile.row_steps = ctas;
+        tile.warps = kPrefillRows / 16 / tile.row_steps;
+        tile.keeps_queries = tile.row_steps * head_dim <= (ctas == 2 ? 128 : 192);
+        tile.keys = most_keys(head_dim, element_bytes, tile.row_steps, arch);
+        // Rather one CTA than two with tiny tiles.
+        for (const int least = ctas == 2 ? tile.keys : 32; tile.keys >= least; tile.keys /= 2) {
             for (int stages = 4; stages >= 2; --stages) {
-                PrefillTile tile = {};
-                tile.keys = keys;
-                tile.ctas = ctas;
-                tile.row_steps = ctas == 2 ? 2 : 1;
-                tile.warps = kPrefillRows / 16 / tile.row_steps;
                 tile.k_stages = (stages + 1) / 2;
                 tile.v_stages = stages / 2;
-                tile.keeps_queries = tile.row_steps * head_dim <= (ctas == 2 ? 128 : 192);
                 const int bytes =
                     prefill_shared_memory(tile, head_dim, head_dim_v, element_bytes) +
-                    kPrefillItemBytes;
-                if (ctas * (bytes + kReservedBytes) <= most + kReservedBytes) {
+                    kPrefillItemBytes + kReservedBytes;
+                if (ctas * bytes <= max_shared_memory(arch) + kReservedBytes) {
                     return tile;
                 }
-            }
-            if (ctas == 2) {
-                break;  // rather more keys in one CTA
             }
         }
     }

@@ -147,7 +147,7 @@ public:
     static __device__ __forceinline__ void transform(
         const KernelParams& params,
         const PrefillItem& item,
-        const PrefillQueries<Config>& queries,
+        const typename PrefillQueries<Config>::Scales& scales,
         int first_key,
         Scores& scores
     ) {
@@ -163,7 +163,7 @@ public:
                                          [item.batch_idx * params.alibi_batch_stride +
                                           row.head * params.alibi_head_stride];
                 }
-                const float factor = Config::kFloat8 ? queries.scale[n][i] : params.scale;
+                const float factor = PrefillQueries<Config>::scale_of(params, scales, n, i);
                 for_each_key(n, i, first_key, scores, [&](float& score, int) { score *= factor; });
                 if (params.softcap != 0.0f) {
                     for_each_key(n, i, first_key, scores, [&](float& score, int) {
