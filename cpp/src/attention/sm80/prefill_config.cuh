@@ -24,8 +24,7 @@ struct PrefillConfig {
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kElementBytes = sizeof(Stored);
     static constexpr bool kFloat8 = kElementBytes == 1;
-    static constexpr PrefillTile kTile =
-        prefill_tile(kHeadDim, kHeadDimV, kElementBytes, kArch);
+    static constexpr PrefillTile kTile = prefill_tile(kHeadDim, kHeadDimV, kElementBytes, kArch);
     static constexpr int kKeys = kTile.keys;
     static constexpr int kRowSteps = kTile.row_steps;
     static constexpr int kRowsOfWarp = 16 * kRowSteps;

@@ -109,8 +109,7 @@ private:
     }
 
     __device__ char* values_at(int tile) const {
-        return tiles_ + kTile.k_stages * kBytesK +
-               (kTile.v_stages == 2 ? (tile & 1) * kBytesV : 0);
+        return tiles_ + kTile.k_stages * kBytesK + (kTile.v_stages == 2 ? (tile & 1) * kBytesV : 0);
     }
 
     static __device__ int first_row() { return static_cast<int>(threadIdx.x / 32) * kRows; }
@@ -126,12 +125,10 @@ private:
         const uint32_t index = params_.page_size(offset, key);
         const bool has_pages = params_.block_table != nullptr;
         ahead_.page = is_needed ? 0 : -1;
-        ahead_.offset =
-            static_cast<int32_t>(has_pages ? offset : item.sequence.kv_begin + key);
+        ahead_.offset = static_cast<int32_t>(has_pages ? offset : item.sequence.kv_begin + key);
         if (is_needed && has_pages) {
             // Nobody waits for it here.
-            ahead_.page =
-                params_.block_table[item.batch_idx * params_.block_table_stride + index];
+            ahead_.page = params_.block_table[item.batch_idx * params_.block_table_stride + index];
         }
     }
 
@@ -142,23 +139,21 @@ private:
         look_up(item, tile + 2);
     }
 
-    __device__ __forceinline__ void
-    copy_keys(const PrefillItem& item, int tile, const Places& places) const {
+    __device__ __forceinline__ void copy_keys(
+        const PrefillItem& item, int tile, const Places& places
+    ) const {
         copy<KLayout>(params_.kv[0], item, tile, places, keys_at(tile));
     }
 
-    __device__ __forceinline__ void
-    copy_values(const PrefillItem& item, int tile, const Places& places) const {
+    __device__ __forceinline__ void copy_values(
+        const PrefillItem& item, int tile, const Places& places
+    ) const {
         copy<VLayout>(params_.kv[1], item, tile, places, values_at(tile));
     }
 
     template <class Layout>
     __device__ __forceinline__ void copy(
-        const gpu::KvSide& side,
-        const PrefillItem& item,
-        int tile,
-        const Places& places,
-        char* to
+        const gpu::KvSide& side, const PrefillItem& item, int tile, const Places& places, char* to
     ) const {
         const int first_key = tile * kKeys + first_row();
         if (tile * kKeys >= item.keys.end) {
@@ -205,9 +200,7 @@ private:
             for (int slab = 0; slab < Layout::kChunks; slab += kSlab) {
                 cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
                     *reinterpret_cast<const cute::uint128_t*>(from + slab * 16),
-                    *reinterpret_cast<cute::uint128_t*>(
-                        to + Layout::offset_from(first, more, slab)
-                    )
+                    *reinterpret_cast<cute::uint128_t*>(to + Layout::offset_from(first, more, slab))
                 );
             }
             from += kRowsAtOnce * side.token_stride;

@@ -22,9 +22,7 @@ struct PrefillFragments {
     // Calls use(j, b) with the operands of keys 8 j to 8 j + 15 and step k of the head dimension, for
     // all keys.
     template <class Use>
-    static __device__ __forceinline__ void for_each_key(
-        const char* k_tile, int k, const Use& use
-    ) {
+    static __device__ __forceinline__ void for_each_key(const char* k_tile, int k, const Use& use) {
         // What one load reads: 32 keys of 16 bytes, or 16 keys of 32 bytes
         static constexpr int kKeysAtOnce = Config::kFloat8 ? 32 : 16;
         const int first = Config::kFloat8
@@ -76,7 +74,7 @@ struct PrefillFragments {
                 uint32_t b[2][4];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    uint32_t(&here)[4] = b[half];
+                    uint32_t (&here)[4] = b[half];
                     widen_in_turn<Stored>(here[0], here[2], r[2 * half]);
                     widen_in_turn<Stored>(here[1], here[3], r[2 * half + 1]);
                     use(step + half, here);
@@ -94,7 +92,7 @@ struct PrefillFragments {
     ) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float(&c)[4] = d[column + i];
+            float (&c)[4] = d[column + i];
             Math::Mma::fma(
                 c[0],
                 c[1],

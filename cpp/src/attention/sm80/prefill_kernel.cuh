@@ -30,8 +30,9 @@ public:
         typename Queries::Scales scales;
     };
 
-    static __device__ void
-    run(const KernelParams& params, const PrefillSchedule& schedule, char* dynamic_shared) {
+    static __device__ void run(
+        const KernelParams& params, const PrefillSchedule& schedule, char* dynamic_shared
+    ) {
         __shared__ Shared shared;
         static_assert(sizeof(Shared) <= kPrefillItemBytes);
         const int warp = __shfl_sync(kWarp, static_cast<int>(threadIdx.x / 32), 0);
@@ -68,9 +69,8 @@ public:
             __syncthreads();
             Queries queries;
             queries.load(params, item, query_rows, shared.scales);
-            const uint32_t claim = attend(
-                params, schedule, item, queries, shared.scales, copies, softmax, out
-            );
+            const uint32_t claim =
+                attend(params, schedule, item, queries, shared.scales, copies, softmax, out);
             if (is_scout) {
                 find_next(params, schedule, shared, claim, other);
             }
@@ -84,8 +84,9 @@ private:
         return threadIdx.x == 0 ? ptx::take_number(schedule.next_item) : 0;
     }
 
-    static __device__ __noinline__ void
-    find_first(const KernelParams& params, const PrefillSchedule& schedule, Shared& shared) {
+    static __device__ __noinline__ void find_first(
+        const KernelParams& params, const PrefillSchedule& schedule, Shared& shared
+    ) {
         const uint32_t claim = ask(schedule);
         PrefillItems items(params, schedule.shape);
         find(schedule, items, shared, claim, shared.items[0]);
@@ -137,10 +138,9 @@ private:
         SoftmaxOf& softmax,
         Output& out
     ) {
-        const int end_tile = Copies::end_tile(item);
         int tile = Copies::first_tile(item);
         uint32_t claim = 0;
-        if (end_tile - tile < 2) {
+        if (Copies::end_tile(item) - tile < 2) {
             claim = ask(schedule);
         }
         const bool transforms =
@@ -150,10 +150,10 @@ private:
             return transforms ? 1.0f : of_row;
         };
 #pragma unroll 1
-        for (; tile < end_tile; ++tile) {
+        for (; tile < Copies::end_tile(item); ++tile) {
             const char* k_tile = copies.wait_for_keys(item, tile);
             const int first_key = tile * kKeys;
-            if (end_tile - tile == 2) {
+            if (Copies::end_tile(item) - tile == 2) {
                 claim = ask(schedule);
             }
 
@@ -185,8 +185,9 @@ private:
         return claim;
     }
 
-    static __device__ __forceinline__ bool
-    are_positive(const KernelParams& params, const typename Queries::Scales& scales) {
+    static __device__ __forceinline__ bool are_positive(
+        const KernelParams& params, const typename Queries::Scales& scales
+    ) {
         bool positive = true;
 #pragma unroll
         for (int n = 0; n < Config::kRowSteps; ++n) {
@@ -213,11 +214,7 @@ template <class Math, class Stored, int kHeadDim, int kHeadDimV>
 __global__ void __launch_bounds__(
     PrefillOf<Math, Stored, kHeadDim, kHeadDimV>::kThreads,
     PrefillOf<Math, Stored, kHeadDim, kHeadDimV>::kTile.ctas
-)
-    prefill_kernel(
-        const __grid_constant__ KernelParams params,
-        const __grid_constant__ PrefillSchedule schedule
-    ) {
+) prefill_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ PrefillSchedule schedule) {
     extern __shared__ __align__(128) char prefill_shared[];
     Prefill<PrefillOf<Math, Stored, kHeadDim, kHeadDimV>>::run(params, schedule, prefill_shared);
 }

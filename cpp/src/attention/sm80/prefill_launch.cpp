@@ -44,9 +44,7 @@ Launch& launch_of(DType kv_dtype, HeadDims dims, Device device) {
     return launches[device.index][type * 8 + dim];
 }
 
-void prepare(
-    Launch& launch, const void* kernel, HeadDims dims, int element_bytes, Device device
-) {
+void prepare(Launch& launch, const void* kernel, HeadDims dims, int element_bytes, Device device) {
     const RelaxedCapture relaxed(kFunction);
     cudaFuncAttributes attributes;
     check_launch(cudaFuncGetAttributes(&attributes, kernel), kFunction, device);

@@ -23,8 +23,9 @@ public:
     using Scores = float[kRowSteps][kKeyTiles][4];
 
     // Copies a tile's rows, as they are, as part of the next cp.async group. Zeros behind their ends.
-    static __device__ __forceinline__ void
-    copy(const KernelParams& params, const PrefillItem& item, char* rows) {
+    static __device__ __forceinline__ void copy(
+        const KernelParams& params, const PrefillItem& item, char* rows
+    ) {
         static constexpr int kChunks = Config::kHeadDim / 8;  // of 16 bytes
         const int row_bytes = is_float8(params.q_dtype) ? params.head_dim : 2 * params.head_dim;
         const int num_rows = item.num_tokens * params.shape.group;
@@ -76,8 +77,9 @@ public:
     }
 
     // Of a lane's row.
-    static __device__ __forceinline__ float
-    scale_of(const KernelParams& params, const Scales& scales, int n, int half) {
+    static __device__ __forceinline__ float scale_of(
+        const KernelParams& params, const Scales& scales, int n, int half
+    ) {
         return Config::kFloat8 ? scales.of_row[row_of_lane<Config>(n, half)] : params.scale;
     }
 
@@ -142,7 +144,7 @@ private:
             uint32_t q[kKSteps][2];
             const float of_row = load_row_as_half<Layout>(params, rows, row, q);
             scales.of_row[row] = of_all * of_row;  // all four lanes
-            __syncwarp();  // all have read what is overwritten
+            __syncwarp();                          // all have read what is overwritten
 #pragma unroll
             for (int k = 0; k < kKSteps; ++k) {
 #pragma unroll

@@ -15,9 +15,9 @@ struct PrefillTile {
     int keys;
     int warps;
     int row_steps;
-    int k_stages;  // tiles of keys in shared memory: 1 or 2
-    int v_stages;  // of values; not more than of keys
-    int ctas;      // on a multiprocessor
+    int k_stages;        // tiles of keys in shared memory: 1 or 2
+    int v_stages;        // of values; not more than of keys
+    int ctas;            // on a multiprocessor
     bool keeps_queries;  // in registers
 
     constexpr int num_threads() const { return 32 * warps; }
@@ -59,9 +59,8 @@ constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v, int element_byt
             for (int stages = 4; stages >= 2; --stages) {
                 tile.k_stages = (stages + 1) / 2;
                 tile.v_stages = stages / 2;
-                const int bytes =
-                    prefill_shared_memory(tile, head_dim, head_dim_v, element_bytes) +
-                    kPrefillItemBytes + kReservedBytes;
+                const int bytes = prefill_shared_memory(tile, head_dim, head_dim_v, element_bytes) +
+                                  kPrefillItemBytes + kReservedBytes;
                 if (ctas * bytes <= max_shared_memory(arch) + kReservedBytes) {
                     return tile;
                 }

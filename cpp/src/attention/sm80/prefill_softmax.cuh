@@ -42,8 +42,7 @@ public:
 
     // Before a tile is weighed. factor(n, i): from scores to log2 units, > 0.
     template <class Factor>
-    __device__ __forceinline__ void
-    raise(const Scores& scores, Output& out, const Factor& factor) {
+    __device__ __forceinline__ void raise(const Scores& scores, Output& out, const Factor& factor) {
         float largest[kRowSteps][2];
         bool rises = false;
 #pragma unroll
@@ -70,8 +69,9 @@ public:
 
     // Scores of keys 16 s to 16 s + 15 become weights.
     template <class Factor>
-    __device__ __forceinline__ void
-    weigh(const Scores& scores, int s, Weights& weights, const Factor& factor) {
+    __device__ __forceinline__ void weigh(
+        const Scores& scores, int s, Weights& weights, const Factor& factor
+    ) {
 #pragma unroll
         for (int n = 0; n < kRowSteps; ++n) {
 #pragma unroll
@@ -79,9 +79,9 @@ public:
                 float p[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    p[i] = ptx::exp2_approx(fmaf(
-                        scores[n][2 * s + j][i], factor(n, i / 2), -reference[n][i / 2]
-                    ));
+                    p[i] = ptx::exp2_approx(
+                        fmaf(scores[n][2 * s + j][i], factor(n, i / 2), -reference[n][i / 2])
+                    );
                     sum[n][i / 2] += p[i];
                 }
                 weights[n][2 * j] = Math::pack(p[0], p[1]);
@@ -111,8 +111,7 @@ private:
     // and most rescaling falls away.
     static constexpr float kSlack = 8.0f;
 
-    __device__ __forceinline__ void
-    rescale(const float (&largest)[kRowSteps][2], Output& out) {
+    __device__ __forceinline__ void rescale(const float (&largest)[kRowSteps][2], Output& out) {
 #pragma unroll
         for (int n = 0; n < kRowSteps; ++n) {
             float factor[2];
@@ -151,48 +150,45 @@ public:
         int first_key,
         Scores& scores
     ) {
-#pragma unroll
-        for (int n = 0; n < kRowSteps; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const Row row = find_row_of_tile(params, item, row_of_lane<Config>(n, i));
-                const int32_t diagonal = row.token + item.sequence.kv_len - item.sequence.q_len;
-                float slope = 0.0f;
-                if (params.alibi_slopes != nullptr) {
-                    slope = kLog2e * params.alibi_slopes
-                                         [item.batch_idx * params.alibi_batch_stride +
-                                          row.head * params.alibi_head_stride];
-                }
-                const float factor = PrefillQueries<Config>::scale_of(params, scales, n, i);
-                for_each_key(n, i, first_key, scores, [&](float& score, int) { score *= factor; });
-                if (params.softcap != 0.0f) {
-                    for_each_key(n, i, first_key, scores, [&](float& score, int) {
-                        score = params.softcap * tanh_of(score * params.softcap_inverse);
-                    });
-                }
-                for_each_key(n, i, first_key, scores, [&](float& score, int key) {
-                    score -= slope * fabsf(static_cast<float>(diagonal - key));
+        for_each_row([&](int n, int i) {
+            const float factor = PrefillQueries<Config>::scale_of(params, scales, n, i);
+            for_each_key(n, i, scores, [&](float& score, int) { score *= factor; });
+        });
+        if (params.softcap != 0.0f) {
+            for_each_row([&](int n, int i) {
+                for_each_key(n, i, scores, [&](float& score, int) {
+                    score = params.softcap * tanh_of(score * params.softcap_inverse);
                 });
-            }
+            });
         }
+        if (params.alibi_slopes == nullptr) {
+            return;
+        }
+        for_each_row([&](int n, int i) {
+            const Row row = find_row_of_tile(params, item, row_of_lane<Config>(n, i));
+            const float slope = kLog2e * params.alibi_slopes
+                                             [item.batch_idx * params.alibi_batch_stride +
+                                              row.head * params.alibi_head_stride];
+            const int32_t first = row.token + item.sequence.kv_len - item.sequence.q_len -
+                                  first_key - first_key_of_lane();
+            for_each_key(n, i, scores, [&](float& score, int key) {
+                score -= slope * fabsf(static_cast<float>(first - key));
+            });
+        });
     }
 
     // Keys outside [begin, end) of their row weigh nothing.
     static __device__ __forceinline__ void mask(
         const KernelParams& params, const PrefillItem& item, int first_key, Scores& scores
     ) {
-#pragma unroll
-        for (int n = 0; n < kRowSteps; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const KeyRange keys = visible_to(params, item, row_of_lane<Config>(n, i));
-                for_each_key(n, i, first_key, scores, [&](float& score, int key) {
-                    if (key < keys.begin || key >= keys.end) {
-                        score = -kInfinity;
-                    }
-                });
-            }
-        }
+        for_each_row([&](int n, int i) {
+            const KeyRange keys = visible_to(params, item, row_of_lane<Config>(n, i));
+            const int begin = keys.begin - first_key - first_key_of_lane();
+            const int end = keys.end - first_key - first_key_of_lane();
+            for_each_key(n, i, scores, [&](float& score, int key) {
+                score = key < begin || key >= end ? -kInfinity : score;
+            });
+        });
     }
 
     static __device__ __forceinline__ KeyRange
@@ -206,16 +202,29 @@ public:
     }
 
 private:
+    // Counted from a tile's first key.
+    static __device__ int first_key_of_lane() { return 2 * static_cast<int>(threadIdx.x % 4); }
+
     template <class Use>
-    static __device__ __forceinline__ void
-    for_each_key(int n, int i, int first_key, Scores& scores, const Use& use) {
-        const int t = static_cast<int>(threadIdx.x % 4);
+    static __device__ __forceinline__ void for_each_row(const Use& use) {
+#pragma unroll
+        for (int n = 0; n < kRowSteps; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                use(n, i);
+            }
+        }
+    }
+
+    // Keys are counted from the lane's first one.
+    template <class Use>
+    static __device__ __forceinline__ void for_each_key(
+        int n, int i, Scores& scores, const Use& use
+    ) {
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                use(scores[n][j][2 * i + c], first_key + j * 8 + 2 * t + c);
-            }
+            use(scores[n][j][2 * i], j * 8);
+            use(scores[n][j][2 * i + 1], j * 8 + 1);
         }
     }
 };

@@ -15,10 +15,11 @@ template <class Stored>
 struct NonFiniteElements {
     static constexpr bool kFloat8 = sizeof(Stored) == 1;
     static constexpr uint32_t kSigns = kFloat8 ? 0x80808080 : 0x80008000;
-    static constexpr uint32_t kAllOnes = std::is_same_v<Stored, cutlass::half_t>         ? 0x7c007c00
-                                         : std::is_same_v<Stored, cutlass::bfloat16_t>   ? 0x7f807f80
-                                         : std::is_same_v<Stored, cutlass::float_e5m2_t> ? 0x7c7c7c7c
-                                                                                         : 0x7f7f7f7f;
+    static constexpr uint32_t kAllOnes = std::is_same_v<Stored, cutlass::half_t>       ? 0x7c007c00
+                                         : std::is_same_v<Stored, cutlass::bfloat16_t> ? 0x7f807f80
+                                         : std::is_same_v<Stored, cutlass::float_e5m2_t>
+                                             ? 0x7c7c7c7c
+                                             : 0x7f7f7f7f;
 
     // The sign bit of each.
     static __device__ uint32_t find(uint32_t word) {
@@ -48,8 +49,9 @@ public:
     using Weights = typename SoftmaxOf::Weights;
 
     // Adds the values of 16 keys, `key` and following.
-    static __device__ __forceinline__ void
-    multiply(const char* v_tile, int key, const Weights& weights, Output& out) {
+    static __device__ __forceinline__ void multiply(
+        const char* v_tile, int key, const Weights& weights, Output& out
+    ) {
         Frag::for_each_value(v_tile, key, [&](int step, const uint32_t (&values)[4]) {
 #pragma unroll
             for (int n = 0; n < kRowSteps; ++n) {
@@ -68,7 +70,8 @@ public:
         char* v_tile,
         Output& out
     ) {
-        static constexpr int kWords = Config::kKeys * Config::kHeadDimV * Config::kElementBytes / 16;
+        static constexpr int kWords =
+            Config::kKeys * Config::kHeadDimV * Config::kElementBytes / 16;
         auto* words = reinterpret_cast<uint4*>(v_tile);
         bool found = false;
 #pragma unroll 1
@@ -228,8 +231,7 @@ private:
                 const uint32_t second = Math::pack(late[0] * factor, late[1] * factor);
                 const bool is_odd = t % 2 == 1;
                 const uint32_t got = __shfl_xor_sync(kWarp, is_odd ? first : second, 1);
-                const uint2 four =
-                    is_odd ? make_uint2(got, second) : make_uint2(first, got);
+                const uint2 four = is_odd ? make_uint2(got, second) : make_uint2(first, got);
                 const int element = step * 16 + (is_odd ? 8 : 0) + t / 2 * 4;
                 if (is_there && element < params.head_dim_v) {
                     write_words(params, row + element, four);
