@@ -207,16 +207,20 @@ inline constexpr int kPrefillArch = __CUDA_ARCH__;
 inline constexpr int kPrefillArch = 900;  // parsed for the host, never run there
 #endif
 
+// Its name, and so the kernel's, is the same for all architectures.
 template <class Math, class Stored, int kHeadDim, int kHeadDimV>
-using PrefillOf = PrefillConfig<Math, Stored, kHeadDim, kHeadDimV, kPrefillArch>;
+struct PrefillInstance {
+    using Config = PrefillConfig<Math, Stored, kHeadDim, kHeadDimV, kPrefillArch>;
+    static constexpr int kThreads = Config::kThreads;
+    static constexpr int kCtas = Config::kTile.ctas;
+};
 
-template <class Math, class Stored, int kHeadDim, int kHeadDimV>
-__global__ void __launch_bounds__(
-    PrefillOf<Math, Stored, kHeadDim, kHeadDimV>::kThreads,
-    PrefillOf<Math, Stored, kHeadDim, kHeadDimV>::kTile.ctas
-) prefill_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ PrefillSchedule schedule) {
+template <class Instance>
+__global__ void __launch_bounds__(Instance::kThreads, Instance::kCtas) prefill_kernel(
+    const __grid_constant__ KernelParams params, const __grid_constant__ PrefillSchedule schedule
+) {
     extern __shared__ __align__(128) char prefill_shared[];
-    Prefill<PrefillOf<Math, Stored, kHeadDim, kHeadDimV>>::run(params, schedule, prefill_shared);
+    Prefill<typename Instance::Config>::run(params, schedule, prefill_shared);
 }
 
 }  // namespace pagetile::sm80
