@@ -64,11 +64,11 @@ public:
                 break;
             }
             has_former = true;
-            softmax.begin(out);
             cute::cp_async_wait<1>();  // the queries are there, the keys may be on their way
             __syncthreads();
             Queries queries;
             queries.load(params, item, query_rows, shared.scales);
+            softmax.begin(out);
             const uint32_t claim =
                 attend(params, schedule, item, queries, shared.scales, copies, softmax, out);
             if (is_scout) {
@@ -175,14 +175,27 @@ private:
             if (is_boundary && rows_differ) [[unlikely]] {
                 Values::take_non_finite(params, item, first_key, v_tile, out);
             }
-#pragma unroll
-            for (int s = 0; s < kKeys / 16; ++s) {
-                typename SoftmaxOf::Weights weights;
-                softmax.weigh(scores, s, weights, factor);
-                Values::multiply(v_tile, s * 16, weights, out);
-            }
+            add_values<0>(v_tile, scores, factor, softmax, out);
         }
         return claim;
+    }
+
+    // 16 keys at a time, from step s on. (No loop: nvcc 13.0 does not unroll this one on 8.0, where fp8
+    // is widened by several instructions, and scores would lie in local memory.)
+    template <int s, class Factor>
+    static __device__ __forceinline__ void add_values(
+        const char* v_tile,
+        const typename Queries::Scores& scores,
+        const Factor& factor,
+        SoftmaxOf& softmax,
+        Output& out
+    ) {
+        typename SoftmaxOf::Weights weights;
+        softmax.weigh(scores, s, weights, factor);
+        Values::multiply(v_tile, s * 16, weights, out);
+        if constexpr (s + 1 < kKeys / 16) {
+            add_values<s + 1>(v_tile, scores, factor, softmax, out);
+        }
     }
 
     static __device__ __forceinline__ bool are_positive(

@@ -36,11 +36,13 @@ constexpr int prefill_shared_memory(
            tile.keys * element_bytes * (tile.k_stages * head_dim + tile.v_stages * head_dim_v);
 }
 
-// The most keys of a tile. Where fp8 is widened by several instructions (8.0, 8.6), or scores wait for
-// values at a barrier, there are registers for fewer.
+// The most keys of a tile. Where fp8 is widened by several instructions (8.0, 8.6), or two CTAs have
+// little shared memory and scores wait for values, there are registers for fewer.
 constexpr int most_keys(int head_dim, int element_bytes, int row_steps, int arch) {
+    const bool widens_cheaply = arch >= 890;
     const bool is_roomy = max_shared_memory(arch) > 200 * 1024 && head_dim <= 128;
-    return element_bytes == 1 && row_steps == 2 && head_dim >= 128 && !is_roomy ? 32 : 64;
+    const bool has_registers = row_steps == 2 ? is_roomy : widens_cheaply;
+    return element_bytes == 1 && head_dim >= 128 && !has_registers ? 32 : 64;
 }
 
 // 32 rows a warp halve what is read of keys and values from shared memory, which is as busy as the

@@ -150,45 +150,38 @@ public:
         int first_key,
         Scores& scores
     ) {
-        for_each_row([&](int n, int i) {
-            const float factor = PrefillQueries<Config>::scale_of(params, scales, n, i);
-            for_each_key(n, i, scores, [&](float& score, int) { score *= factor; });
-        });
+#pragma unroll
+        for (int n = 0; n < kRowSteps; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float factor = PrefillQueries<Config>::scale_of(params, scales, n, i);
+                for_each_key(n, i, scores, [&](float& score, int) { score *= factor; });
+            }
+        }
         if (params.softcap != 0.0f) {
-            for_each_row([&](int n, int i) {
-                for_each_key(n, i, scores, [&](float& score, int) {
-                    score = params.softcap * tanh_of(score * params.softcap_inverse);
-                });
-            });
+            cap(params, scores);
         }
-        if (params.alibi_slopes == nullptr) {
-            return;
+        if (params.alibi_slopes != nullptr) {
+            add_bias(params, item, first_key, scores);
         }
-        for_each_row([&](int n, int i) {
-            const Row row = find_row_of_tile(params, item, row_of_lane<Config>(n, i));
-            const float slope = kLog2e * params.alibi_slopes
-                                             [item.batch_idx * params.alibi_batch_stride +
-                                              row.head * params.alibi_head_stride];
-            const int32_t first = row.token + item.sequence.kv_len - item.sequence.q_len -
-                                  first_key - first_key_of_lane();
-            for_each_key(n, i, scores, [&](float& score, int key) {
-                score -= slope * fabsf(static_cast<float>(first - key));
-            });
-        });
     }
 
     // Keys outside [begin, end) of their row weigh nothing.
     static __device__ __forceinline__ void mask(
         const KernelParams& params, const PrefillItem& item, int first_key, Scores& scores
     ) {
-        for_each_row([&](int n, int i) {
-            const KeyRange keys = visible_to(params, item, row_of_lane<Config>(n, i));
-            const int begin = keys.begin - first_key - first_key_of_lane();
-            const int end = keys.end - first_key - first_key_of_lane();
-            for_each_key(n, i, scores, [&](float& score, int key) {
-                score = key < begin || key >= end ? -kInfinity : score;
-            });
-        });
+#pragma unroll
+        for (int n = 0; n < kRowSteps; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const KeyRange keys = visible_to(params, item, row_of_lane<Config>(n, i));
+                const int begin = keys.begin - first_key - first_key_of_lane();
+                const int end = keys.end - first_key - first_key_of_lane();
+                for_each_key(n, i, scores, [&](float& score, int key) {
+                    score = key < begin || key >= end ? -kInfinity : score;
+                });
+            }
+        }
     }
 
     static __device__ __forceinline__ KeyRange
@@ -205,13 +198,34 @@ private:
     // Counted from a tile's first key.
     static __device__ int first_key_of_lane() { return 2 * static_cast<int>(threadIdx.x % 4); }
 
-    template <class Use>
-    static __device__ __forceinline__ void for_each_row(const Use& use) {
+    static __device__ __forceinline__ void cap(const KernelParams& params, Scores& scores) {
 #pragma unroll
         for (int n = 0; n < kRowSteps; ++n) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                use(n, i);
+                for_each_key(n, i, scores, [&](float& score, int) {
+                    score = params.softcap * tanh_of(score * params.softcap_inverse);
+                });
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void add_bias(
+        const KernelParams& params, const PrefillItem& item, int first_key, Scores& scores
+    ) {
+#pragma unroll
+        for (int n = 0; n < kRowSteps; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const Row row = find_row_of_tile(params, item, row_of_lane<Config>(n, i));
+                const float slope = kLog2e * params.alibi_slopes
+                                                 [item.batch_idx * params.alibi_batch_stride +
+                                                  row.head * params.alibi_head_stride];
+                const int32_t first = row.token + item.sequence.kv_len - item.sequence.q_len -
+                                      first_key - first_key_of_lane();
+                for_each_key(n, i, scores, [&](float& score, int key) {
+                    score -= slope * fabsf(static_cast<float>(first - key));
+                });
             }
         }
     }

@@ -112,24 +112,12 @@ public:
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int row = row_of_lane<Config>(n, half);
-                const Row at = find_row_of_tile(params, item, row);
-                const int64_t token = item.sequence.q_begin + at.token;
-                RowSum sum = {softmax.reference[n][half], softmax.sum[n][half]};
-                const float factor = finish_row(params, at.head, sum) * scale;
-                const bool is_there = row < num_rows;
-                if (is_there && threadIdx.x % 4 == 0 && params.softmax_lse != nullptr) {
-                    params.softmax_lse
-                        [at.head * params.lse_head_stride + token * params.lse_row_stride] =
-                        lse_of(sum);
+                if (row < num_rows) {
+                    const RowSum sum = {softmax.reference[n][half], softmax.sum[n][half]};
+                    write_row(
+                        params, item, find_row_of_tile(params, item, row), sum, scale, half, out[n]
+                    );
                 }
-                write_row(
-                    params,
-                    token * params.out_row_stride + at.head * params.out_head_stride,
-                    is_there,
-                    factor,
-                    half,
-                    out[n]
-                );
             }
         }
     }
@@ -201,16 +189,26 @@ private:
         }
     }
 
-    // Each lane four elements in a row of every 16.
+    // The four lanes that have the row come here. Each has four elements in a row of every 16.
     static __device__ __forceinline__ void write_row(
         const KernelParams& params,
-        int64_t row,
-        bool is_there,
-        float factor,
+        const PrefillItem& item,
+        const Row& at,
+        RowSum sum,
+        float scale,
         int half,
         const float (&out)[SoftmaxOf::kValueTiles][4]
     ) {
-        const int t = static_cast<int>(threadIdx.x % 4);
+        const int lane = static_cast<int>(threadIdx.x % 32);
+        const int t = lane % 4;
+        const unsigned lanes_of_row = 0xfu << (lane - t);
+        const int64_t token = item.sequence.q_begin + at.token;
+        const float factor = finish_row(params, at.head, sum) * scale;
+        if (t == 0 && params.softmax_lse != nullptr) {
+            params.softmax_lse[at.head * params.lse_head_stride + token * params.lse_row_stride] =
+                lse_of(sum);
+        }
+        const int64_t to = token * params.out_row_stride + at.head * params.out_head_stride;
 #pragma unroll
         for (int step = 0; step < SoftmaxOf::kValueTiles / 2; ++step) {
             const float* early = out[2 * step] + 2 * half;
@@ -221,8 +219,8 @@ private:
                 const float values[4] = {
                     early[0] * factor, late[0] * factor, early[1] * factor, late[1] * factor
                 };
-                if (is_there && element < params.head_dim_v) {
-                    write_four<Config>(params, row + element, values);
+                if (element < params.head_dim_v) {
+                    write_four<Config>(params, to + element, values);
                 }
             } else {
                 // Elements 2t, 2t + 1 of each eight: lanes that are neighbours exchange one eight for
@@ -230,11 +228,14 @@ private:
                 const uint32_t first = Math::pack(early[0] * factor, early[1] * factor);
                 const uint32_t second = Math::pack(late[0] * factor, late[1] * factor);
                 const bool is_odd = t % 2 == 1;
-                const uint32_t got = __shfl_xor_sync(kWarp, is_odd ? first : second, 1);
-                const uint2 four = is_odd ? make_uint2(got, second) : make_uint2(first, got);
+                const uint32_t got = __shfl_xor_sync(lanes_of_row, is_odd ? first : second, 1);
                 const int element = step * 16 + (is_odd ? 8 : 0) + t / 2 * 4;
-                if (is_there && element < params.head_dim_v) {
-                    write_words(params, row + element, four);
+                if (element < params.head_dim_v) {
+                    write_words(
+                        params,
+                        to + element,
+                        is_odd ? make_uint2(got, second) : make_uint2(first, got)
+                    );
                 }
             }
         }
