@@ -78,8 +78,8 @@ __device__ __forceinline__ void widen(uint32_t& low, uint32_t& high, uint32_t fo
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
         ptx::widen_e4m3(low, high, four);
 #else
-        low = widen_e4m3_by_bits(__byte_perm(four, 0, 0x4140));
-        high = widen_e4m3_by_bits(__byte_perm(four, 0, 0x4342));
+        low = widen_e4m3_by_bits(__byte_perm(four & 0xffff, 0, 0x4140));
+        high = widen_e4m3_by_bits(__byte_perm(four >> 16, 0, 0x4140));
 #endif
     }
 }
@@ -186,12 +186,13 @@ struct Fragments {
             if constexpr (kFloat8) {
                 // Transposed in pairs: an even and an odd element of two keys. The even ones of 16
                 // are the instruction's upper eight rows, the odd ones its lower eight.
+                static constexpr uint32_t kByElement = 0x3120;
                 uint32_t first[4];
                 uint32_t second[4];
-                widen_in_turn<Stored>(first[0], first[1], a[0]);
-                widen_in_turn<Stored>(first[2], first[3], a[1]);
-                widen_in_turn<Stored>(second[0], second[1], a[2]);
-                widen_in_turn<Stored>(second[2], second[3], a[3]);
+                widen<Stored>(first[0], first[1], __byte_perm(a[0], 0, kByElement));
+                widen<Stored>(first[2], first[3], __byte_perm(a[1], 0, kByElement));
+                widen<Stored>(second[0], second[1], __byte_perm(a[2], 0, kByElement));
+                widen<Stored>(second[2], second[3], __byte_perm(a[3], 0, kByElement));
                 use(step, first);
                 use(step + 1, second);
             } else {
