@@ -27,6 +27,11 @@ hypothesis.settings.register_profile("thorough", max_examples=2000, **_profile)
 hypothesis.settings.load_profile(os.environ.get("PAGETILE_HYPOTHESIS_PROFILE", "ci"))
 
 
+# For long queries: the kernel that fits best, the portable one, or none of the prefill kernels.
+if choice := os.environ.get("PAGETILE_TEST_PREFILL"):
+    pagetile._C.choose_prefill(choice)
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line(

@@ -222,6 +222,8 @@ nb::dict shape_dict(const PlanShape& shape) {
     result["rows"] = shape.rows;
     result["chains"] = shape.chains;
     result["heads_per_chain"] = shape.heads_per_chain;
+    result["long_rows"] = shape.long_rows;
+    result["num_sms"] = shape.num_sms;
     result["lanes"] = shape.lanes;
     result["in_clusters"] = shape.in_clusters;
     result["window_left"] = shape.window_left;
@@ -251,7 +253,9 @@ nb::tuple attention_plan(
     int64_t num_splits,
     bool batch_invariant,
     int num_sms,
-    bool has_clusters
+    bool has_clusters,
+    bool has_wgmma,
+    bool has_prefill
 ) {
     const Tensor seqused_k(kAttentionPlan, "seqused_k", seqused_k_object);
     const Tensor cu_seqlens_q(kAttentionPlan, "cu_seqlens_q", cu_seqlens_q_object);
@@ -276,14 +280,19 @@ nb::tuple attention_plan(
     check(params.device.kind == DeviceKind::kCpu, kAttentionPlan, ": seqused_k must be on the CPU");
     plan_size(params);  // throws on what does not fit
     check(num_sms > 0, kAttentionPlan, ": num_sms must be > 0, got ", num_sms);
-    const PlanShape shape = plan_shape(params, {num_sms, has_clusters});
-    std::vector<LaneWork> work(static_cast<size_t>(shape.lanes));
+    const PlanShape shape = plan_shape(params, {num_sms, has_clusters, has_wgmma, has_prefill});
+    std::vector<LaneWork> work(static_cast<size_t>(shape.lanes) + 1);  // and the tail
     plan_on_host(shape, params.cu_seqlens_q, params.seqused_k, nullptr, work.data());
     nb::list lanes;
-    for (const LaneWork& lane : work) {
-        lanes.append(lane_dict(lane));
+    for (int32_t lane = 0; lane < shape.lanes; ++lane) {
+        lanes.append(lane_dict(work[static_cast<size_t>(lane)]));
     }
-    return nb::make_tuple(lanes, shape_dict(shape));
+    nb::dict of_shape = shape_dict(shape);
+    if (shape.num_sms > 0) {
+        const auto& tail = *reinterpret_cast<const PlanTail*>(work.data() + shape.lanes);
+        of_shape["prefill_ctas"] = tail.prefill_ctas;
+    }
+    return nb::make_tuple(lanes, of_shape);
 }
 
 std::string plan_text(const Plan& plan) {
@@ -526,13 +535,32 @@ void export_plan(nb::module_& m) {
         nb::arg("batch_invariant") = false,
         nb::arg("num_sms") = 132,
         nb::arg("has_clusters") = true,
+        nb::arg("has_wgmma") = true,
+        nb::arg("has_prefill") = true,
         nb::sig(
             "def attention_plan(cu_seqlens_q: object, seqused_k: object, *, num_q_heads: int, "
             "num_kv_heads: int, head_dim: int = 128, head_dim_v: int | None = None, "
             "max_seqlen_q: int = 0, max_seqlen_k: int = 0, causal: bool = True, "
             "window_left: int = -1, window_right: int = -1, num_splits: int = 0, "
-            "batch_invariant: bool = False, num_sms: int = 132, has_clusters: bool = True) "
+            "batch_invariant: bool = False, num_sms: int = 132, has_clusters: bool = True, "
+            "has_wgmma: bool = True, has_prefill: bool = True) "
             "-> tuple[list[dict[str, typing.Any]], dict[str, int]]"
         )
+    );
+    m.def(
+        "choose_prefill",
+        [](const std::string& name) {
+            if (name == "best") {
+                choose_prefill(PrefillChoice::kBest);
+            } else if (name == "portable") {
+                choose_prefill(PrefillChoice::kPortable);
+            } else if (name == "none") {
+                choose_prefill(PrefillChoice::kNone);
+            } else {
+                fail("choose_prefill: must be best, portable or none, got ", name);
+            }
+        },
+        nb::arg("name"),
+        nb::sig("def choose_prefill(name: str) -> None")
     );
 }

@@ -1,6 +1,7 @@
 #include "attention/dispatch.h"
 
 #include <algorithm>
+#include <atomic>
 #include <initializer_list>
 #include <limits>
 
@@ -13,6 +14,8 @@ namespace {
 
 constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
 constexpr int64_t kAlign = 256;
+
+std::atomic<PrefillChoice> prefill_choice = PrefillChoice::kBest;
 
 #if PAGETILE_HAS_SM90
 [[maybe_unused]] constexpr bool kHasSm90 = true;
@@ -45,16 +48,37 @@ int32_t num_chains(int64_t num_kv_heads, int num_sms) {
     return static_cast<int32_t>(best);
 }
 
-// Packed rows from which on sequences are the prefill kernel's; -1: none are. A single sequence is,
-// however short it turns out to be, so that no second kernel has to look for short ones. Its bits
-// must not depend on that, if they are to be the same in every batch.
-int32_t long_rows(const PlanParams& params, const PlanShape& shape, int64_t max_q_len, const Gpu& gpu) {
+// Packed rows from which on sequences are the prefill kernel's; -1: none are. It does not split keys,
+// so it wants tiles for a good part of the multiprocessors. A single sequence is its, however short it
+// turns out to be, so that no second kernel has to look for short ones. Neither may count where bits
+// must not depend on the batch.
+int32_t
+long_rows(const PlanParams& params, const PlanShape& shape, int64_t max_q_len, const Gpu& gpu) {
     constexpr int32_t kMostHeads = 128;  // of a group, in a tile
-    const bool may_be_long = max_q_len <= 0 || max_q_len * shape.group > kLongRows;
-    if (!gpu.has_wgmma || !may_be_long || shape.group > kMostHeads) {
+    const int64_t rows = max_q_len * shape.group;
+    const bool may_be_long = max_q_len <= 0 || rows > kLongRows;
+    if (!gpu.has_prefill || !may_be_long || shape.group > kMostHeads) {
         return -1;
     }
-    return params.batch == 1 && !params.batch_invariant ? 0 : kLongRows;
+    if (params.batch_invariant) {
+        return kLongRows;
+    }
+    const int64_t most_tiles = params.batch * params.num_kv_heads * ((rows + 127) / 128);
+    if (max_q_len > 0 && most_tiles < gpu.num_sms / 6) {
+        return -1;
+    }
+    return params.batch == 1 ? 0 : kLongRows;
+}
+
+// What share_sms() needs to know (H200: a multiprocessor beside others that prefill reads 0.10 TB/s, one
+// beside others that read multiplies at 5.2 TFLOP/s).
+void set_times(PlanShape& shape, const PlanParams& params, const Gpu& gpu) {
+    const int64_t width = params.head_dim + params.head_dim_v;
+    shape.num_sms = gpu.num_sms;
+    shape.unit_time = static_cast<int32_t>(kPlanKeys * width * 2 * 10);
+    shape.pair_time = static_cast<int32_t>(
+        std::min<int64_t>(2 * width * params.num_q_heads * 1000 / 5200, kMaxInt)
+    );
 }
 
 // One sequence with one tile a KV head: the pieces of a tile meet in the shared memory of a cluster,
@@ -68,7 +92,10 @@ bool fits_clusters(const PlanParams& params, const PlanShape& shape, const Gpu& 
 
 }  // namespace
 
+void choose_prefill(PrefillChoice choice) { prefill_choice.store(choice); }
+
 Gpu gpu_of([[maybe_unused]] Device device) {
+    const PrefillChoice choice = prefill_choice.load(std::memory_order_relaxed);
 #if PAGETILE_HAS_CUDA
     if (device.kind == DeviceKind::kCuda) {
         constexpr const char* kFunction = "paged_attention";
@@ -76,11 +103,17 @@ Gpu gpu_of([[maybe_unused]] Device device) {
         return {
             .num_sms = num_sms_of(device, kFunction),
             .has_clusters = capability >= 90,
-            .has_wgmma = kHasSm90 && capability == 90,
+            .has_wgmma = kHasSm90 && capability == 90 && choice == PrefillChoice::kBest,
+            .has_prefill = choice != PrefillChoice::kNone,
         };
     }
 #endif
-    return {.num_sms = 132, .has_clusters = true, .has_wgmma = true};
+    return {
+        .num_sms = 132,
+        .has_clusters = true,
+        .has_wgmma = choice == PrefillChoice::kBest,
+        .has_prefill = choice != PrefillChoice::kNone,
+    };
 }
 
 HeadDims built_head_dims(int64_t head_dim, int64_t head_dim_v) {
@@ -127,6 +160,9 @@ PlanShape plan_shape(const PlanParams& params, const Gpu& gpu) {
         params.batch_invariant
     );
     shape.long_rows = long_rows(params, shape, max_q_len, gpu);
+    if (shape.long_rows > 0 && gpu.has_wgmma) {
+        set_times(shape, params, gpu);
+    }
     shape.chains = num_chains(params.num_kv_heads, gpu.num_sms);
     shape.heads_per_chain = static_cast<int32_t>(params.num_kv_heads / shape.chains);
     shape.lanes =
@@ -191,7 +227,7 @@ WorkspaceLayout workspace_layout(
     WorkspaceLayout layout;
     layout.slot_rows = static_cast<int32_t>(rows);
     layout.plan = kCounterBytes;
-    layout.rows_max = layout.plan + shape.lanes * static_cast<int64_t>(sizeof(LaneWork));
+    layout.rows_max = layout.plan + plan_bytes(shape);
     layout.rows_out = round_up(layout.rows_max + slots * rows * 2 * kFloat, kAlign);
     layout.bytes =
         layout.rows_out + slots * rows * built_head_dims(head_dim, head_dim_v).v * kFloat;

@@ -13,8 +13,15 @@ namespace pagetile {
 struct Gpu {
     int num_sms;
     bool has_clusters;
-    bool has_wgmma;  // and this build has kernels for it
+    bool has_wgmma;           // and this build has kernels for it
+    bool has_prefill = true;  // false: the split-KV kernel takes long queries, too
 };
+
+// For the tests: every call goes to the portable prefill kernel where it would go to the WGMMA kernel,
+// or to the split-KV kernel where it would go to either.
+enum class PrefillChoice : int32_t { kBest, kPortable, kNone };
+
+void choose_prefill(PrefillChoice choice);
 
 // The CPU plans for an H200.
 Gpu gpu_of(Device device);

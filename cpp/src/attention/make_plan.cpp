@@ -69,7 +69,7 @@ void check_params(const char* function, const PlanParams& params) {
 
 int64_t plan_size(const PlanParams& params) {
     check_params("make_plan", params);
-    return plan_shape(params, gpu_of(params.device)).lanes * static_cast<int64_t>(sizeof(LaneWork));
+    return plan_bytes(plan_shape(params, gpu_of(params.device)));
 }
 
 int64_t workspace_size(const PlanParams& params) {

@@ -36,6 +36,12 @@ struct PlanShape {
     int32_t heads_per_chain = 1;  // KV heads of a chain, one after the other
     int32_t lanes = 1;            // workers of a chain, at most kMaxLanes
     int32_t long_rows = -1;  // sequences of more packed rows are not in the plan; -1: all are
+    // Where another kernel works at those at the same time: the multiprocessors that both share, and
+    // the time of one of them, in picoseconds, over a unit of this plan and over a pair of query token
+    // and key of theirs. 0: it has them all, before or after.
+    int32_t num_sms = 0;
+    int32_t unit_time = 0;
+    int32_t pair_time = 0;
     bool in_clusters = false;   // a chain's workers are one cluster, and have one tile between them
     int32_t window_left = -1;   // tokens around the diagonal; -1: all
     int32_t window_right = -1;  // causal: 0
@@ -104,6 +110,12 @@ struct alignas(16) LaneWork {
 };
 
 static_assert(sizeof(LaneWork) == 112);
+
+// Behind the lanes, where sequences may be long.
+struct alignas(16) PlanTail {
+    int32_t prefill_ctas;  // of the other kernel, one on a multiprocessor
+    int32_t padding[3];
+};
 
 // Units [begin, end).
 struct UnitSpan {
@@ -193,6 +205,7 @@ PAGETILE_HOST_DEVICE bool is_long(const PlanShape& shape, int64_t q_len) {
 struct PlanLengths {
     int32_t q_len;
     int32_t kv_len;
+    int32_t long_q_len;  // of a long sequence, for which q_len is 0
 };
 
 PAGETILE_HOST_DEVICE PlanLengths plan_lengths(
@@ -207,7 +220,9 @@ PAGETILE_HOST_DEVICE PlanLengths plan_lengths(
         const int64_t begin = larger_of(0, cu_seqlens_q[batch_idx]);
         q_len = larger_of(0, smaller_of(cu_seqlens_q[batch_idx + 1] - begin, shape.max_q_len));
     }
+    int64_t long_q_len = 0;
     if (is_long(shape, q_len)) {
+        long_q_len = q_len;
         q_len = 0;
     }
     int64_t kv_len = seqused_k != nullptr ? seqused_k[batch_idx] : 0x7fffffff;
@@ -215,7 +230,11 @@ PAGETILE_HOST_DEVICE PlanLengths plan_lengths(
         const int64_t begin = larger_of(0, cu_seqlens_k[batch_idx]);
         kv_len = smaller_of(kv_len, cu_seqlens_k[batch_idx + 1] - begin);
     }
-    return {static_cast<int32_t>(q_len), static_cast<int32_t>(larger_of(0, kv_len))};
+    return {
+        static_cast<int32_t>(q_len),
+        static_cast<int32_t>(larger_of(0, kv_len)),
+        static_cast<int32_t>(long_q_len),
+    };
 }
 
 // Sums over the tiles of sequences, and their largest.
@@ -223,10 +242,23 @@ struct PlanTotals {
     int64_t tiles;
     int64_t cost;
     int32_t max_units;
+    int64_t long_time;  // of one multiprocessor for all long sequences, in picoseconds
 };
 
+// Pairs of query token and key of a long sequence: what the first and the last token see, and all
+// others as if evenly between them.
+PAGETILE_HOST_DEVICE int64_t num_pairs(const PlanShape& shape, PlanLengths lengths) {
+    const auto seen_by = [&](int32_t token) {
+        const KeyRange keys = visible_keys(shape, lengths.long_q_len, lengths.kv_len, token);
+        return larger_of(keys.end - static_cast<int64_t>(keys.begin), 0);
+    };
+    return lengths.long_q_len == 0
+               ? 0
+               : (seen_by(0) + seen_by(lengths.long_q_len - 1)) * lengths.long_q_len / 2;
+}
+
 PAGETILE_HOST_DEVICE PlanTotals sequence_totals(const PlanShape& shape, PlanLengths lengths) {
-    PlanTotals totals = {0, 0, 0};
+    PlanTotals totals = {0, 0, 0, num_pairs(shape, lengths) * shape.pair_time};
     const int32_t row_tiles = num_row_tiles(shape, lengths.q_len);
     for (int32_t m = 0; m < row_tiles; ++m) {
         const UnitSpan span = tile_units(shape, lengths.q_len, lengths.kv_len, m);
@@ -241,8 +273,38 @@ PAGETILE_HOST_DEVICE PlanTotals sequence_totals(const PlanShape& shape, PlanLeng
 
 PAGETILE_HOST_DEVICE PlanTotals add_totals(const PlanTotals& a, const PlanTotals& b) {
     return {
-        a.tiles + b.tiles, a.cost + b.cost, a.max_units > b.max_units ? a.max_units : b.max_units
+        a.tiles + b.tiles,
+        a.cost + b.cost,
+        a.max_units > b.max_units ? a.max_units : b.max_units,
+        a.long_time + b.long_time,
     };
+}
+
+// How the plan's lanes and the prefill kernel share the multiprocessors, so that both end together.
+struct SmShare {
+    int32_t lanes;
+    int32_t prefill_ctas;
+};
+
+PAGETILE_HOST_DEVICE SmShare share_sms(const PlanShape& shape, const PlanTotals& totals) {
+    const int64_t short_time = totals.cost * shape.chains * shape.unit_time;
+    const int64_t all_time = short_time + totals.long_time;
+    const bool has_both = short_time > 0 && totals.long_time > 0;
+    const int64_t sms = has_both ? shape.num_sms * (short_time / 1000) / (all_time / 1000 + 1) : 0;
+    const int64_t lanes = smaller_of((sms + shape.chains / 2) / shape.chains, shape.lanes);
+    // Less than half a lane: then better all lanes, once the prefill kernel has ended.
+    if (lanes == 0 || lanes * shape.chains >= shape.num_sms) {
+        return {shape.lanes, shape.num_sms};
+    }
+    return {
+        static_cast<int32_t>(lanes),
+        static_cast<int32_t>(shape.num_sms - lanes * shape.chains),
+    };
+}
+
+PAGETILE_HOST_DEVICE int64_t plan_bytes(const PlanShape& shape) {
+    return shape.lanes * static_cast<int64_t>(sizeof(LaneWork)) +
+           (shape.num_sms > 0 ? static_cast<int64_t>(sizeof(PlanTail)) : 0);
 }
 
 // How the line is cut.
@@ -507,7 +569,7 @@ PAGETILE_HOST_DEVICE void work_out_first(
         work.first.item_end < part.unit_end || !is_same_tile(work.begin, work.end) ? 1 : 0;
 }
 
-// Runs the whole plan serially. What make_plan does on CPU tensors.
+// Runs the whole plan serially. What make_plan does on CPU tensors. Writes plan_bytes().
 void plan_on_host(
     const PlanShape& shape,
     const int32_t* cu_seqlens_q,

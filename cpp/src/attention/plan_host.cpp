@@ -8,8 +8,9 @@
 namespace pagetile {
 namespace {
 
-void cut(
-    const PlanShape& shape,
+// Returns what the prefill kernel has of the multiprocessors.
+int32_t cut(
+    PlanShape shape,
     const int32_t* cu_seqlens_q,
     const int32_t* seqused_k,
     const int32_t* cu_seqlens_k,
@@ -20,10 +21,15 @@ void cut(
             visit(b, plan_lengths(shape, cu_seqlens_q, seqused_k, cu_seqlens_k, b));
         }
     };
-    PlanTotals totals = {0, 0, 0};
+    PlanTotals totals = {0, 0, 0, 0};
     visit_all([&](int32_t, PlanLengths lengths) {
         totals = add_totals(totals, sequence_totals(shape, lengths));
     });
+    for (int32_t lane = 0; lane < shape.lanes; ++lane) {
+        clear_lane(shape, work, lane);
+    }
+    const SmShare share = share_sms(shape, totals);
+    shape.lanes = share.lanes;
 
     const auto cut_line = [&](Cut cut) {
         const int64_t share = fair_share(shape, totals, cut);
@@ -46,7 +52,7 @@ void cut(
 
     if (shape.piece_units > 0) {
         cut_line(Cut::kPieces);
-        return;
+        return share.prefill_ctas;
     }
     const bool may_cut_evenly = shape.max_splits == 0 || shape.max_splits > 2;
     const int64_t even_time = fair_share(shape, totals, Cut::kEven) + 2 * shape.split_cost;
@@ -54,7 +60,7 @@ void cut(
         if (cut_line(Cut::kWhole) > even_time && may_cut_evenly) {
             cut_line(Cut::kEven);
         }
-        return;
+        return share.prefill_ctas;
     }
 
     // No more tiles than lanes: the largest tile gets as many pieces as pay and fit.
@@ -80,7 +86,7 @@ void cut(
     }
     if (may_cut_evenly && even_time < dealt_time(shape, totals.max_units, best)) {
         cut_line(Cut::kEven);
-        return;
+        return share.prefill_ctas;
     }
     for (int32_t lane = 0; lane < shape.lanes; ++lane) {
         clear_lane(shape, work, lane);
@@ -90,6 +96,7 @@ void cut(
         deal_sequence(shape, totals.max_units, best, lane, b, lengths, work);
         lane += dealt_lanes(shape, totals.max_units, best, lengths);
     });
+    return share.prefill_ctas;
 }
 
 }  // namespace
@@ -101,12 +108,15 @@ void plan_on_host(
     const int32_t* cu_seqlens_k,
     LaneWork* work
 ) {
-    cut(shape, cu_seqlens_q, seqused_k, cu_seqlens_k, work);
+    const int32_t prefill_ctas = cut(shape, cu_seqlens_q, seqused_k, cu_seqlens_k, work);
+    if (shape.num_sms > 0) {
+        *reinterpret_cast<PlanTail*>(work + shape.lanes) = {prefill_ctas, {}};
+    }
     for (int32_t lane = 0; lane < shape.lanes; ++lane) {
         const int32_t b = work[lane].begin.batch_idx;
         const PlanLengths lengths =
             b < shape.batch ? plan_lengths(shape, cu_seqlens_q, seqused_k, cu_seqlens_k, b)
-                            : PlanLengths{0, 0};
+                            : PlanLengths{};
         work_out_first(shape, work[lane], lane, lengths);
     }
 }

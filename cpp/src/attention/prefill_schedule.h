@@ -49,3 +49,13 @@ prefill_place(const PrefillShape& shape, int32_t q_len, int32_t kv_len, uint32_t
 }
 
 }  // namespace pagetile
+
+namespace pagetile::gpu {
+
+// What a prefill kernel is launched with, besides what all attention kernels are.
+struct PrefillSchedule {
+    PrefillShape shape;
+    uint32_t* next_item;  // 0 between launches
+};
+
+}  // namespace pagetile::gpu

@@ -21,6 +21,15 @@ __device__ __forceinline__ float exp2_in_place(float x) {
     return y;
 }
 
+// Four e4m3 as fp16: the first two and the last two. (CUDA's function takes two in 16 bits, and the
+// upper two of a register to it by another instruction.)
+__device__ __forceinline__ void widen_e4m3(uint32_t& low, uint32_t& high, uint32_t four) {
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; "
+        "cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
+        : "=r"(low), "=r"(high)
+        : "r"(four));
+}
+
 // Copies 16 bytes to shared memory behind the thread's back, or zeroes them and reads nothing. (The
 // source size of CUTLASS's atom, a number in a register, takes six more instructions.)
 __device__ __forceinline__ void cp_async_16_bytes_if(bool is_there, void* to, const void* from) {
@@ -61,6 +70,17 @@ __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter, uint32_t la
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                  : "=r"(before)
                  : "l"(counter), "r"(last)
+                 : "memory");
+    return before;
+}
+
+// Adds 1 to a counter; returns what it was. (Of an addition nvcc 13.0 makes one for the whole warp,
+// and waits for it at once; not of this.)
+__device__ __forceinline__ uint32_t take_number(uint32_t* counter) {
+    uint32_t before;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xfffffffe;"
+                 : "=r"(before)
+                 : "l"(counter)
                  : "memory");
     return before;
 }

@@ -31,6 +31,7 @@ struct KernelParams {
     bool plan_waits;   // the plan is written by a kernel before this one
     bool pdl;          // or only queries, keys and values are
     bool in_clusters;  // as the plan's shape says
+    bool joins;        // started beside the kernel before: ends after it
     FastDivide chains;
     const LaneWork* plan;     // [shape.lanes]
     uint32_t batch_per_lane;  // in 1/256, to guess by

@@ -3,6 +3,7 @@
 #include "attention/cuda/attention_gpu.h"
 #include "attention/cuda/workspace.h"
 #include "attention/dispatch.h"
+#include "attention/sm80/prefill_launch.h"
 #include "attention/sm80/split_kv_launch.h"
 #if PAGETILE_HAS_SM90
 #include "attention/sm90/prefill_launch.h"
@@ -193,29 +194,35 @@ void set_schedule(
     p.chains = FastDivide(static_cast<uint32_t>(shape.chains));
 }
 
+constexpr int64_t kBytesInCache = 32 << 20;  // of keys and values, of an L2 cache of 50 MB (H200)
+
+PrefillShape prefill_shape(const AttentionParams& params, const PlanShape& shape, int32_t rows) {
+    const int64_t key_bytes = (params.head_dim + params.head_dim_v) *
+                              static_cast<int64_t>(dtype_size(params.kv_dtype));
+    return {
+        .tokens = rows / shape.group,
+        .num_kv_heads = static_cast<int32_t>(params.num_kv_heads),
+        .keys_in_cache = static_cast<int32_t>(kBytesInCache / key_bytes),
+    };
+}
+
 #if PAGETILE_HAS_SM90
 
 // The WGMMA kernel's parameters. False: these tensors are not for it.
 bool prefill_params(
-    sm90::PrefillParams& prefill,
-    const AttentionParams& params,
-    const KernelParams& call,
-    HeadDims dims
+    sm90::PrefillParams& prefill, const AttentionParams& params, const KernelParams& call
 ) {
     if (params.kv_dtype != params.q_dtype) {
         return false;
     }
-    constexpr int64_t kBytesInCache = 32 << 20;  // of an L2 cache of 50 MB
-    const int64_t key_bytes = 2 * (params.head_dim + params.head_dim_v);
+    const HeadDims dims = sm90::prefill_dims(built_head_dims(params.head_dim, params.head_dim_v));
     prefill.call = call;
     prefill.call.out_is_aligned = is_aligned(params.out, 16) &&
                                   is_multiple(params.out_row_stride, 8) &&
                                   is_multiple(params.out_head_stride, 8);
-    prefill.schedule = {
-        .tokens = sm90::prefill_tile(dims.k, dims.v).rows() / call.shape.group,
-        .num_kv_heads = static_cast<int32_t>(params.num_kv_heads),
-        .keys_in_cache = static_cast<int32_t>(kBytesInCache / key_bytes),
-    };
+    prefill.schedule = prefill_shape(
+        params, call.shape, sm90::prefill_tile(dims.k, dims.v, call.transforms).rows()
+    );
     if (!sm90::describe_tensors(prefill, params.q_dtype, dims)) {
         return false;
     }
@@ -250,21 +257,21 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
     KernelParams p = kernel_params(params, capacity);
     const WorkspaceOfCall workspace = find_workspace(params, shape, stream);
     const auto* plan = static_cast<const LaneWork*>(params.plan);
+    set_schedule(p, shape, workspace, plan);
+    bool has_wgmma = false;
 #if PAGETILE_HAS_SM90
     sm90::PrefillParams prefill = {};
-    if (shape.long_rows >= 0) {
-        set_schedule(p, shape, workspace, plan);
-        if (!prefill_params(prefill, params, p, sm90::prefill_dims(dims))) {
-            shape.long_rows = -1;
-            plan = nullptr;  // it leaves them out
-        }
-    }
+    has_wgmma = shape.long_rows >= 0 && gpu.has_wgmma && prefill_params(prefill, params, p);
 #endif
+    if (shape.num_sms > 0 && !has_wgmma) {
+        shape.num_sms = 0;
+        plan = nullptr;  // it leaves multiprocessors to a kernel that does not run
+    }
     // The plan of the call lies in the stream's workspace until the kernel behind it has run: no other
     // thread may launch one in between.
     static std::mutex planning;
     std::unique_lock<std::mutex> lock;
-    const bool plans = plan == nullptr;
+    const bool plans = plan == nullptr && shape.long_rows != 0;
     if (plans) {
         lock = std::unique_lock(planning);
         auto* made = reinterpret_cast<LaneWork*>(workspace.data + workspace.layout.plan);
@@ -284,24 +291,41 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
     set_schedule(p, shape, workspace, plan);
     p.plan_waits = plans;
     p.pdl = params.pdl && !plans;
-#if PAGETILE_HAS_SM90
     if (shape.long_rows >= 0) {
-        prefill.waits_for_inputs = p.pdl;
-        prefill.next_item =
+        auto* next_item =
             reinterpret_cast<uint32_t*>(workspace.data + kCounterBytes - sizeof(uint32_t));
-        sm90::launch_prefill(
-            prefill,
-            params.q_dtype,
-            sm90::prefill_dims(dims),
-            gpu.num_sms,
-            params.device,
-            stream
-        );
+#if PAGETILE_HAS_SM90
+        if (has_wgmma) {
+            prefill.next_item = next_item;
+            prefill.waits_for_inputs = p.pdl;
+            if (shape.num_sms > 0) {
+                prefill.num_ctas =
+                    &reinterpret_cast<const PlanTail*>(plan + shape.lanes)->prefill_ctas;
+                // What the prefill kernel waits for, is there when this one may start.
+                p.joins = true;
+                p.plan_waits = false;
+                p.pdl = false;
+            }
+            sm90::launch_prefill(
+                prefill,
+                params.q_dtype,
+                sm90::prefill_dims(dims),
+                gpu.num_sms,
+                params.device,
+                stream
+            );
+        }
+#endif
+        if (!has_wgmma) {
+            const PrefillSchedule schedule = {
+                prefill_shape(params, shape, sm80::prefill_rows(dims, params.kv_dtype)), next_item
+            };
+            sm80::launch_prefill(p, schedule, params.kv_dtype, dims, params.device, stream);
+        }
         if (shape.long_rows == 0) {
             return;
         }
     }
-#endif
     // What the plan was made for is a bound, but not one that has been checked. In a programmatic
     // chain clusters find no place beside the kernel before (H200: 16 us for 13 without the chain).
     p.in_clusters = shape.in_clusters && !p.pdl && params.total_q * shape.group <= shape.rows;

@@ -38,6 +38,7 @@ struct SharedStorage {
     PlanTotals totals;
     int64_t slowest;
     int32_t best_pieces;
+    int32_t prefill_ctas;
     int32_t tile_units[kMaxLanes];  // of each tile, where there are no more than lanes
     int64_t moved[kMaxLanes];
     alignas(16) LaneWork work[kMaxLanes];
@@ -50,6 +51,11 @@ public:
 
     __device__ void run() {
         sum_totals();
+        const SmShare share = share_sms(shape_, shared_.totals);
+        shape_.lanes = share.lanes;
+        if (threadIdx.x == 0) {
+            shared_.prefill_ctas = share.prefill_ctas;
+        }
         if (shape_.piece_units > 0) {
             cut_line(Cut::kPieces);
             return;
@@ -74,7 +80,7 @@ public:
 private:
     __device__ PlanLengths lengths(int32_t batch_idx) const {
         if (batch_idx >= shape_.batch) {
-            return {0, 0};
+            return {};
         }
         return plan_lengths(
             shape_, params_.cu_seqlens_q, params_.seqused_k, params_.cu_seqlens_k, batch_idx
@@ -101,7 +107,7 @@ private:
     }
 
     __device__ void sum_totals() {
-        PlanTotals mine = {0, 0, 0};
+        PlanTotals mine = {};
         for (int32_t b = static_cast<int32_t>(threadIdx.x); b < shape_.batch; b += kThreads) {
             mine = add_totals(mine, sequence_totals(shape_, lengths(b)));
         }
@@ -202,7 +208,7 @@ private:
     }
 
     const PlanKernelParams& params_;
-    const PlanShape& shape_;
+    PlanShape shape_;  // with the lanes that have work
     SharedStorage& shared_;
 };
 
@@ -213,16 +219,19 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(
     if (params.next_waits) {
         ptx::launch_dependents();
     }
+    if (threadIdx.x < params.shape.lanes) {
+        clear_lane(params.shape, shared.work, static_cast<int32_t>(threadIdx.x));
+    }
+    shared.prefill_ctas = params.shape.num_sms;
+    __syncthreads();
     if (params.shape.batch > 0) {
         Planner(params, shared).run();
-    } else if (threadIdx.x < params.shape.lanes) {
-        clear_lane(params.shape, shared.work, static_cast<int32_t>(threadIdx.x));
     }
     __syncthreads();
     if (threadIdx.x < params.shape.lanes) {
         const auto lane = static_cast<int32_t>(threadIdx.x);
         const int32_t b = shared.work[lane].begin.batch_idx;
-        PlanLengths lengths = {0, 0};
+        PlanLengths lengths = {};
         if (b < params.shape.batch) {
             lengths = plan_lengths(
                 params.shape, params.cu_seqlens_q, params.seqused_k, params.cu_seqlens_k, b
@@ -240,6 +249,11 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(
         params.shape.lanes * static_cast<int32_t>(sizeof(LaneWork) / sizeof(int4));
     for (int32_t i = static_cast<int32_t>(threadIdx.x); i < count; i += kThreads) {
         reinterpret_cast<int4*>(params.plan)[i] = from[i];
+    }
+    if (params.shape.num_sms > 0 && threadIdx.x == 0) {
+        *reinterpret_cast<PlanTail*>(params.plan + params.shape.lanes) = {
+            shared.prefill_ctas, {}
+        };
     }
 }
 

@@ -9,12 +9,6 @@
 
 namespace pagetile::gpu {
 
-// What a prefill kernel is launched with, besides what all attention kernels are.
-struct PrefillSchedule {
-    PrefillShape shape;
-    uint32_t* next_item;  // 0 between launches
-};
-
 struct PrefillItem {
     int32_t batch_idx;
     int32_t kv_head;
@@ -28,10 +22,28 @@ struct PrefillItem {
 // in rising order. Keeps little in registers, of which the warp that calls it may have 24.
 class PrefillItems {
 public:
+    // Where a lane is: for a warp that keeps it elsewhere in between.
+    struct State {
+        int32_t first_sequence;
+        uint32_t first_item;
+        uint32_t end_of_mine;
+    };
+
     __device__ PrefillItems(const KernelParams& params, const PrefillShape& shape)
         : params_(params), shape_(shape) {
         load();
     }
+
+    __device__ PrefillItems(
+        const KernelParams& params, const PrefillShape& shape, const State& state
+    )
+        : params_(params),
+          shape_(shape),
+          first_sequence_(state.first_sequence),
+          first_item_(state.first_item),
+          end_of_mine_(state.end_of_mine) {}
+
+    __device__ State state() const { return {first_sequence_, first_item_, end_of_mine_}; }
 
     // False: there are only count() items.
     __device__ bool find(uint32_t number, PrefillItem& item) {

@@ -7,6 +7,7 @@
 // [3] (g + 8, 2t + 1).
 
 #include "attention/sm80/kv_ring.cuh"
+#include "common/ptx.cuh"
 
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/mma_sm80.hpp>
@@ -34,6 +35,10 @@ struct MathType<cutlass::half_t> {
         const __half2 pair = __floats2half2_rn(low, high);
         return reinterpret_cast<const uint32_t&>(pair);
     }
+
+    static __device__ float2 unpack(uint32_t pair) {
+        return __half22float2(reinterpret_cast<const __half2&>(pair));
+    }
 };
 
 template <>
@@ -45,12 +50,15 @@ struct MathType<cutlass::bfloat16_t> {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
         return reinterpret_cast<const uint32_t&>(pair);
     }
+
+    static __device__ float2 unpack(uint32_t pair) {
+        return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+    }
 };
 
-// Two bytes of e4m3 as two fp16, exactly, where no instruction does it. As bits of an fp16, an e4m3
-// moved up by 7 is its value times 2^-8, subnormals too; 0x7f is NaN.
-__device__ __forceinline__ uint32_t widen_e4m3_by_bits(uint32_t pair) {
-    const uint32_t apart = __byte_perm(pair, 0, 0x4140);
+// e4m3 as fp16, exactly, where no instruction does it: the lowest and the third byte. As bits of an
+// fp16, an e4m3 moved up by 7 is its value times 2^-8, subnormals too; 0x7f is NaN.
+__device__ __forceinline__ uint32_t widen_e4m3_by_bits(uint32_t apart) {
     const uint32_t magnitude = apart & 0x007f007f;
     const uint32_t bits = (apart & 0x00800080) << 8 | magnitude << 7;
     const uint32_t nan = ((magnitude + 0x00010001) >> 7 & 0x00010001) * 0x7e00;
@@ -60,27 +68,36 @@ __device__ __forceinline__ uint32_t widen_e4m3_by_bits(uint32_t pair) {
     return reinterpret_cast<const uint32_t&>(wide) | nan;
 }
 
-// Two bytes of fp8 as two fp16, exactly.
+// Four bytes of fp8 as fp16, exactly: the first two and the last two.
 template <class Stored>
-__device__ __forceinline__ uint32_t widen(uint32_t pair) {
+__device__ __forceinline__ void widen(uint32_t& low, uint32_t& high, uint32_t four) {
     if constexpr (std::is_same_v<Stored, cutlass::float_e5m2_t>) {
-        return __byte_perm(pair, 0, 0x1404);  // the upper half of an fp16 is an e5m2
+        low = __byte_perm(four, 0, 0x1404);  // the upper half of an fp16 is an e5m2
+        high = __byte_perm(four, 0, 0x3424);
     } else {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
-        const __half2_raw wide =
-            __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
-        return static_cast<uint32_t>(wide.y) << 16 | wide.x;
+        ptx::widen_e4m3(low, high, four);
 #else
-        return widen_e4m3_by_bits(pair);
+        low = widen_e4m3_by_bits(__byte_perm(four & 0xffff, 0, 0x4140));
+        high = widen_e4m3_by_bits(__byte_perm(four >> 16, 0, 0x4140));
 #endif
     }
 }
 
-// Four bytes: the first two and the last two.
+// The first and the third, the second and the fourth.
 template <class Stored>
-__device__ __forceinline__ void widen(uint32_t& low, uint32_t& high, uint32_t four) {
-    low = widen<Stored>(four & 0xffff);
-    high = widen<Stored>(four >> 16);
+__device__ __forceinline__ void widen_in_turn(uint32_t& even, uint32_t& odd, uint32_t four) {
+    if constexpr (std::is_same_v<Stored, cutlass::float_e5m2_t>) {
+        even = __byte_perm(four, 0, 0x2404);
+        odd = __byte_perm(four, 0, 0x3414);
+    } else {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+        ptx::widen_e4m3(even, odd, __byte_perm(four, 0, 0x3120));
+#else
+        even = widen_e4m3_by_bits(four);
+        odd = widen_e4m3_by_bits(four >> 8);
+#endif
+    }
 }
 
 template <class Config>

@@ -52,6 +52,30 @@ struct RowCopy {
     static constexpr bool kAllLanes = kRows * kChunks == 32;
 };
 
+    // 16 bytes of a row, an element at a time: odd addresses, rows in chunks.
+    template <int kElement>
+    static __device__ uint4
+    load_elements(const gpu::KvSide& side, const char* row, int first, bool is_there) {
+        uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll 1
+        for (int d = first; d < first + 16 / kElement; ++d) {
+            uint32_t value = 0;
+            if (is_there && d * kElement < side.row_bytes) {
+                const char* from = row + (d >> side.chunk_log2) * side.chunk_stride +
+                                   (d & ((1 << side.chunk_log2) - 1)) * kElement;
+                value = kElement == 2 ? *reinterpret_cast<const uint16_t*>(from)
+                                      : *reinterpret_cast<const uint8_t*>(from);
+            }
+            // Shifts the element into a place that the loop would else have to index.
+            static constexpr int kBits = 8 * kElement;
+            words[0] = __funnelshift_r(words[0], words[1], kBits);
+            words[1] = __funnelshift_r(words[1], words[2], kBits);
+            words[2] = __funnelshift_r(words[2], words[3], kBits);
+            words[3] = words[3] >> kBits | value << (32 - kBits);
+        }
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+
 template <class Config>
 class KvRing {
 public:
@@ -380,30 +404,6 @@ private:
                     load_elements<kElement>(side, row, chunk * 16 / kElement, is_there);
             }
         }
-    }
-
-    // 16 bytes, an element at a time.
-    template <int kElement>
-    static __device__ uint4
-    load_elements(const gpu::KvSide& side, const char* row, int first, bool is_there) {
-        uint32_t words[4] = {0, 0, 0, 0};
-#pragma unroll 1
-        for (int d = first; d < first + 16 / kElement; ++d) {
-            uint32_t value = 0;
-            if (is_there && d * kElement < side.row_bytes) {
-                const char* from = row + (d >> side.chunk_log2) * side.chunk_stride +
-                                   (d & ((1 << side.chunk_log2) - 1)) * kElement;
-                value = kElement == 2 ? *reinterpret_cast<const uint16_t*>(from)
-                                      : *reinterpret_cast<const uint8_t*>(from);
-            }
-            // Shifts the element into a place that the loop would else have to index.
-            static constexpr int kBits = 8 * kElement;
-            words[0] = __funnelshift_r(words[0], words[1], kBits);
-            words[1] = __funnelshift_r(words[1], words[2], kBits);
-            words[2] = __funnelshift_r(words[2], words[3], kBits);
-            words[3] = words[3] >> kBits | value << (32 - kBits);
-        }
-        return make_uint4(words[0], words[1], words[2], words[3]);
     }
 
     const KernelParams& params_;

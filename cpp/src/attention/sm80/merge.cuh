@@ -3,24 +3,14 @@
 // From the warps' sums to the result: the warps of a CTA in shared memory, the pieces of a tile in
 // the workspace, by whichever CTA comes last.
 
-#include "attention/cuda/sinks.cuh"
 #include "attention/sm80/queries.cuh"
+#include "attention/sm80/results.cuh"
 #include "attention/sm80/softmax.cuh"
 #include "common/ptx.cuh"
 
 #include <cstdint>
 
 namespace pagetile::sm80 {
-
-inline constexpr float kLn2 = 0.6931471805599453f;
-
-// Of a row and some keys: the largest score in log2 units, -inf if there were none; the sum of
-// weights relative to it.
-using RowSum = float2;
-
-__device__ __forceinline__ float weight_of(const RowSum& part, float largest) {
-    return part.x == -kInfinity ? 0.0f : ptx::exp2_approx(part.x - largest);
-}
 
 __device__ __forceinline__ void add_scaled(float4& sum, float factor, const float4& part) {
     sum.x = fmaf(factor, part.x, sum.x);
@@ -328,64 +318,21 @@ private:
         float4 out
     ) {
         const int64_t token = target.token;
-        float factor = 1.0f;
-        if (params.sinks != nullptr) {
-            const float sink = gpu::read_sink(params, target.head) * kLog2e;
-            const float largest = fmaxf(sum.x, sink);
-            if (largest != -kInfinity) {
-                factor = weight_of(sum, largest);
-                sum.y = sum.y * factor + ptx::exp2_approx(sink - largest);
-                sum.x = largest;
-            }
-        }
-        const bool is_empty = sum.y == 0.0f;
-        factor = is_empty ? 0.0f : factor / sum.y;
+        float factor = finish_row(params, target.head, sum);
         if constexpr (Config::kElementBytes == 1) {
             factor *= scale_at(params.v_scale, item);
         }
         if (vector == 0 && params.softmax_lse != nullptr) {
             params
                 .softmax_lse[target.head * params.lse_head_stride + token * params.lse_row_stride] =
-                is_empty ? -kInfinity : (sum.x + log2f(sum.y)) * kLn2;
+                lse_of(sum);
         }
         const float values[4] = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
         const int64_t at =
             token * params.out_row_stride + target.head * params.out_head_stride + vector * 4;
-        if (vector * 4 >= params.head_dim_v) {
-            return;
+        if (vector * 4 < params.head_dim_v) {
+            write_four<Config>(params, at, values);
         }
-        if constexpr (Config::kElementBytes == 2) {
-            write_16_bits<typename Config::Math>(params, at, values);
-        } else if (params.out_dtype == DType::kBFloat16) {
-            write_16_bits<cutlass::bfloat16_t>(params, at, values);
-        } else if (params.out_dtype == DType::kFloat16) {
-            write_16_bits<cutlass::half_t>(params, at, values);
-        } else {
-            auto* to = static_cast<float*>(params.out) + at;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                to[i] = values[i];
-            }
-        }
-    }
-
-    template <class Element>
-    static __device__ __forceinline__ void write_16_bits(
-        const KernelParams& params, int64_t at, const float (&values)[4]
-    ) {
-        const uint2 four = make_uint2(
-            MathType<Element>::pack(values[0], values[1]),
-            MathType<Element>::pack(values[2], values[3])
-        );
-        auto* to = static_cast<uint16_t*>(params.out) + at;
-        if (params.out_is_aligned) {
-            *reinterpret_cast<uint2*>(to) = four;
-            return;
-        }
-        to[0] = static_cast<uint16_t>(four.x);
-        to[1] = static_cast<uint16_t>(four.x >> 16);
-        to[2] = static_cast<uint16_t>(four.y);
-        to[3] = static_cast<uint16_t>(four.y >> 16);
     }
 
     const KernelParams& params_;

@@ -49,9 +49,17 @@ __device__ __forceinline__ const char* query_row(
            row.head * params.q_head_stride;
 }
 
-__device__ __forceinline__ float scale_at(const Scale& scale, const Item& item) {
+template <class AnyItem>
+__device__ __forceinline__ float scale_at(const Scale& scale, const AnyItem& item) {
     const int64_t at = item.batch_idx * scale.batch_stride + item.kv_head * scale.head_stride;
     return scale.data == nullptr ? 1.0f : scale.data[at];
+}
+
+// The first `count` of 16 bytes; the others are 0.
+static __device__ __noinline__ void copy_bytes(char* to, const char* from, int count) {
+    for (int b = 0; b < 16; ++b) {
+        to[b] = b < count ? from[b] : char{0};
+    }
 }
 
 // The rows of a tile in shared memory, as they are in global memory, behind their ends zero. Called
@@ -88,15 +96,73 @@ struct QueryTile {
             }
         }
     }
+};
 
-private:
-    // The first `count` of 16 bytes; the others are 0.
-    static __device__ __noinline__ void copy_bytes(char* to, const char* from, int count) {
-        for (int b = 0; b < 16; ++b) {
-            to[b] = b < count ? from[b] : char{0};
+__device__ __forceinline__ float power_of_two(int exponent) {
+    return __int_as_float((exponent + 127) << 23);
+}
+
+// A row of a tile in shared memory, of which lanes t = 0..3 hold elements 4t to 4t + 3 of every 16,
+// as fp16. That holds fp16 and fp8 queries exactly. A bf16 row is first divided by a power of two, so
+// that its largest element fits: what is then too small for fp16 is 2^-38 of the largest. Returns
+// what the row must be multiplied with. All lanes come here.
+template <class Layout, int kKSteps>
+__device__ __forceinline__ float load_row_as_half(
+    const KernelParams& params, const char* rows, int row, uint32_t (&q)[kKSteps][2]
+) {
+    const int t = static_cast<int>(threadIdx.x % 4);
+    if (is_float8(params.q_dtype)) [[unlikely]] {
+#pragma unroll
+        for (int k = 0; k < kKSteps; ++k) {
+            const uint32_t four =
+                *reinterpret_cast<const uint32_t*>(rows + Layout::offset(row, k) + 4 * t);
+            if (params.q_dtype == DType::kFloat8E4M3) {
+                widen<cutlass::float_e4m3_t>(q[k][0], q[k][1], four);
+            } else {
+                widen<cutlass::float_e5m2_t>(q[k][0], q[k][1], four);
+            }
+        }
+        return 1.0f;
+    }
+    const int first = Layout::offset(row, t / 2) + t % 2 * 8;
+#pragma unroll
+    for (int k = 0; k < kKSteps; ++k) {
+        const uint2 four =
+            *reinterpret_cast<const uint2*>(rows + Layout::offset_from(first, 0, 2 * k));
+        q[k][0] = four.x;
+        q[k][1] = four.y;
+    }
+    if (params.q_dtype != DType::kBFloat16) {
+        return 1.0f;
+    }
+    uint32_t largest = 0;  // exponent bits of a bf16
+#pragma unroll
+    for (int k = 0; k < kKSteps; ++k) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t pair = q[k][i];
+            largest = max(largest, max((pair >> 7) & 0xff, (pair >> 23) & 0xff));
         }
     }
-};
+    largest = max(largest, __shfl_xor_sync(kWarp, largest, 1));
+    largest = max(largest, __shfl_xor_sync(kWarp, largest, 2));
+    // Below 2^14, so that sums of products stay far from fp16's end; infinity and NaN stay.
+    const int exponent = min(max(static_cast<int>(largest), 1), 254) - 127 - 13;
+    const float down = power_of_two(-exponent / 2);
+    const float down_too = power_of_two(-exponent - -exponent / 2);
+#pragma unroll
+    for (int k = 0; k < kKSteps; ++k) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t pair = q[k][i];
+            q[k][i] = MathType<cutlass::half_t>::pack(
+                __uint_as_float(pair << 16) * down * down_too,
+                __uint_as_float(pair & 0xffff0000) * down * down_too
+            );
+        }
+    }
+    return power_of_two(min(max(exponent, -126), 127));
+}
 
 // The rows of one row warp. Lane (g, t) has row g of each eight, and gets scores of rows 2t and
 // 2t + 1.
@@ -125,7 +191,9 @@ struct Queries {
             const int row = (row_warp * kRowSteps + n) * 8;
             float my_scale = 1.0f;
             if constexpr (kFloat8) {
-                my_scale = load_as_half(params, n, tile, row);
+                my_scale = load_row_as_half<typename Tile::Layout>(
+                    params, tile.rows, row + lane / 4, q[n]
+                );
             } else {
                 load_as_is(n, tile, row);
             }
@@ -155,73 +223,6 @@ private:
                 q[n][k + 1][1]
             );
         }
-    }
-
-    // The lane's elements 4t to 4t + 3 of every 16. fp16 holds fp16 and fp8 queries exactly. A bf16
-    // row is first divided by a power of two, so that its largest element fits: what is then too
-    // small for fp16 is 2^-38 of the largest. Returns what the row must be multiplied with.
-    __device__ __forceinline__ float load_as_half(
-        const KernelParams& params, int n, const Tile& tile, int row
-    ) {
-        const int lane = static_cast<int>(threadIdx.x % 32);
-        const int t = lane % 4;
-        if (is_float8(params.q_dtype)) [[unlikely]] {
-#pragma unroll
-            for (int k = 0; k < kKSteps; ++k) {
-                const uint32_t four = *reinterpret_cast<const uint32_t*>(
-                    tile.rows + Tile::Layout::offset(row + lane / 4, k) + 4 * t
-                );
-                if (params.q_dtype == DType::kFloat8E4M3) {
-                    widen<cutlass::float_e4m3_t>(q[n][k][0], q[n][k][1], four);
-                } else {
-                    widen<cutlass::float_e5m2_t>(q[n][k][0], q[n][k][1], four);
-                }
-            }
-            return 1.0f;
-        }
-        const int first = Tile::Layout::offset(row + lane / 4, t / 2) + t % 2 * 8;
-#pragma unroll
-        for (int k = 0; k < kKSteps; ++k) {
-            const uint2 four = *reinterpret_cast<const uint2*>(
-                tile.rows + Tile::Layout::offset_from(first, 0, 2 * k)
-            );
-            q[n][k][0] = four.x;
-            q[n][k][1] = four.y;
-        }
-        if (params.q_dtype != DType::kBFloat16) {
-            return 1.0f;
-        }
-        uint32_t largest = 0;  // exponent bits of a bf16
-#pragma unroll
-        for (int k = 0; k < kKSteps; ++k) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const uint32_t pair = q[n][k][i];
-                largest = max(largest, max((pair >> 7) & 0xff, (pair >> 23) & 0xff));
-            }
-        }
-        largest = max(largest, __shfl_xor_sync(kWarp, largest, 1));
-        largest = max(largest, __shfl_xor_sync(kWarp, largest, 2));
-        // Below 2^14, so that sums of products stay far from fp16's end; infinity and NaN stay.
-        const int exponent = min(max(static_cast<int>(largest), 1), 254) - 127 - 13;
-        const float down = power_of_two(-exponent / 2);
-        const float down_too = power_of_two(-exponent - -exponent / 2);
-#pragma unroll
-        for (int k = 0; k < kKSteps; ++k) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const uint32_t pair = q[n][k][i];
-                q[n][k][i] = MathType<cutlass::half_t>::pack(
-                    __uint_as_float(pair << 16) * down * down_too,
-                    __uint_as_float(pair & 0xffff0000) * down * down_too
-                );
-            }
-        }
-        return power_of_two(min(max(exponent, -126), 127));
-    }
-
-    static __device__ float power_of_two(int exponent) {
-        return __int_as_float((exponent + 127) << 23);
     }
 };
 

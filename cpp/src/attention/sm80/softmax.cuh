@@ -12,6 +12,10 @@ namespace pagetile::sm80 {
 
 inline constexpr float kInfinity = __builtin_huge_valf();
 
+__device__ __forceinline__ float tanh_of(float x) {
+    return 1.0f - 2.0f * ptx::rcp_approx(ptx::exp2_approx(2.0f * kLog2e * x) + 1.0f);
+}
+
 template <class Config>
 class Softmax {
 public:
@@ -201,11 +205,6 @@ public:
 
     static __device__ int32_t first_row_of(const Item& item, int row_warp) {
         return item.row_tile * Config::kRows + row_warp * 8 * kRowSteps;
-    }
-
-private:
-    static __device__ float tanh_of(float x) {
-        return 1.0f - 2.0f * ptx::rcp_approx(ptx::exp2_approx(2.0f * kLog2e * x) + 1.0f);
     }
 };
 

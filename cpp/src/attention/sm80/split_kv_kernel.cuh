@@ -152,6 +152,9 @@ public:
             }
         }
         ring.drain();
+        if (params.joins) {
+            ptx::wait_for_dependencies();
+        }
         if constexpr (Config::kMeetsInClusters) {
             if (in_cluster) {
                 cute::cluster_arrive();
