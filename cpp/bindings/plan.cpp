@@ -295,6 +295,18 @@ nb::tuple attention_plan(
     return nb::make_tuple(lanes, of_shape);
 }
 
+void choose_prefill_by_name(const std::string& name) {
+    if (name == "best") {
+        choose_prefill(PrefillChoice::kBest);
+    } else if (name == "portable") {
+        choose_prefill(PrefillChoice::kPortable);
+    } else if (name == "none") {
+        choose_prefill(PrefillChoice::kNone);
+    } else {
+        fail("choose_prefill: name must be best, portable or none, got ", name);
+    }
+}
+
 std::string plan_text(const Plan& plan) {
     const PlanParams& made_for = plan.params;
     return message(
@@ -549,17 +561,7 @@ void export_plan(nb::module_& m) {
     );
     m.def(
         "choose_prefill",
-        [](const std::string& name) {
-            if (name == "best") {
-                choose_prefill(PrefillChoice::kBest);
-            } else if (name == "portable") {
-                choose_prefill(PrefillChoice::kPortable);
-            } else if (name == "none") {
-                choose_prefill(PrefillChoice::kNone);
-            } else {
-                fail("choose_prefill: must be best, portable or none, got ", name);
-            }
-        },
+        &pagetile::choose_prefill_by_name,
         nb::arg("name"),
         nb::sig("def choose_prefill(name: str) -> None")
     );
