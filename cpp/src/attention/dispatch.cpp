@@ -52,6 +52,9 @@ int32_t num_chains(int64_t num_kv_heads, int num_sms) {
 // so it wants tiles for a good part of the multiprocessors. A single sequence is its, however short it
 // turns out to be, so that no second kernel has to look for short ones. Neither may count where bits
 // must not depend on the batch.
+//
+// Where a batch has both, the others are most likely single tokens: shape.rows fits those, and what
+// has more rows than they or a tile goes to the prefill kernel, too.
 int32_t
 long_rows(const PlanParams& params, const PlanShape& shape, int64_t max_q_len, const Gpu& gpu) {
     constexpr int32_t kMostHeads = 128;  // of a group, in a tile
@@ -67,7 +70,10 @@ long_rows(const PlanParams& params, const PlanShape& shape, int64_t max_q_len, c
     if (max_q_len > 0 && most_tiles < gpu.num_sms / 6) {
         return -1;
     }
-    return params.batch == 1 ? 0 : kLongRows;
+    if (params.batch == 1 && max_q_len > 0) {
+        return 0;
+    }
+    return std::max(shape.rows, std::min(shape.group, kLongRows));
 }
 
 // What share_sms() needs to know (H200: a multiprocessor beside others that prefill reads 0.10 TB/s, one
@@ -153,13 +159,12 @@ PlanShape plan_shape(const PlanParams& params, const Gpu& gpu) {
         params.max_seqlen_q > 0 ? std::min(params.max_seqlen_q, most_tokens) : most_tokens
     );
     const int64_t max_q_len = params.cu_seqlens_q == nullptr ? 1 : params.max_seqlen_q;
-    shape.rows = rows_per_tile(
-        built_head_dims(params.head_dim, params.head_dim_v),
-        max_q_len,
-        shape.group,
-        params.batch_invariant
-    );
+    const HeadDims dims = built_head_dims(params.head_dim, params.head_dim_v);
+    shape.rows = rows_per_tile(dims, 1, shape.group, params.batch_invariant);
     shape.long_rows = long_rows(params, shape, max_q_len, gpu);
+    if (shape.long_rows < 0) {
+        shape.rows = rows_per_tile(dims, max_q_len, shape.group, params.batch_invariant);
+    }
     if (shape.long_rows > 0 && gpu.has_wgmma) {
         set_times(shape, params, gpu);
     }
@@ -167,7 +172,7 @@ PlanShape plan_shape(const PlanParams& params, const Gpu& gpu) {
     shape.heads_per_chain = static_cast<int32_t>(params.num_kv_heads / shape.chains);
     shape.lanes =
         static_cast<int32_t>(std::clamp<int64_t>(gpu.num_sms / shape.chains, 1, kMaxLanes));
-    shape.in_clusters = fits_clusters(params, shape, gpu);
+    shape.in_clusters = shape.long_rows < 0 && fits_clusters(params, shape, gpu);
     if (shape.in_clusters) {
         shape.lanes = kClusterLanes;
     }
