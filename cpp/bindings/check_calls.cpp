@@ -22,7 +22,7 @@ namespace pagetile {
 namespace {
 
 // By the name that NumPy and ml_dtypes give it: letters for the kind, then the bits.
-nb::dlpack::dtype dtype_of(const std::string& name) {
+nb::dlpack::dtype dtype_of(const char* function, const char* operand, const std::string& name) {
     using Code = nb::dlpack::dtype_code;
 
     constexpr struct {
@@ -47,7 +47,14 @@ nb::dlpack::dtype dtype_of(const std::string& name) {
             return {static_cast<uint8_t>(entry.code), static_cast<uint8_t>(bits), 1};
         }
     }
-    fail("dtype must be an integer or a float, got ", name);
+    fail(
+        function,
+        ": ",
+        operand,
+        " must be float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8, int32 or int64, "
+        "got ",
+        name
+    );
 }
 
 // An operand: None, or (name of its dtype, shape).
@@ -62,7 +69,7 @@ public:
         }
         const auto [dtype, sizes] = nb::cast<std::pair<std::string, std::vector<int64_t>>>(operand);
         static char memory = 0;  // nobody looks at it
-        return Tensor(function, name, dtype_of(dtype), sizes, &memory, Device{});
+        return Tensor(function, name, dtype_of(function, name, dtype), sizes, &memory, Device{});
     }
 
 private:

@@ -64,7 +64,7 @@ def _check_jax(function: str, name: str, like: Any) -> None:
     if not hasattr(like, "__dlpack_device__"):
         raise TypeError(
             f"{function}: {name} must be a DLPack tensor, got {_type_name(type(like))}: JAX's "
-            "tracers have no memory, so call pagetile outside of jax.jit and its like"
+            "tracers have no memory, so under jax.jit and its like call pagetile.jax"
         )
     if getattr(like, "is_deleted", bool)():
         raise TypeError(f"{function}: {name} has been deleted or donated")

@@ -38,6 +38,8 @@ __all__ = ["cache_write", "merge_states", "paged_attention"]
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
+_untyped: Any = jax  # what has no types in JAX
+
 # A NumPy array will do, too: JAX makes an array of its own from it.
 Array = jax.Array | np.ndarray[Any, Any]
 
@@ -119,7 +121,9 @@ def cache_write(
     )
     scales = _arrays(function, optional=True, k_scale=k_scale, v_scale=v_scale)
     kv_dtype = _option(function, "kv_dtype", str, kv_dtype)
-    return _cache_write(arrays + scales, kv_dtype, _option(function, "layout", str, layout))
+    layout = _option(function, "layout", str, layout)
+    written: tuple[jax.Array, jax.Array] = _cache_write(arrays + scales, kv_dtype, layout)
+    return written
 
 
 def paged_attention(
@@ -279,9 +283,9 @@ def merge_states(
         NotImplementedError: under `jax.vmap` or `jax.grad`.
         jax.errors.JaxRuntimeError: no kernel is built for the device; the message lists what is.
     """
-    return _merge_states(
-        _arrays("merge_states", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    )
+    arrays = _arrays("merge_states", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    merged: tuple[jax.Array, jax.Array] = _merge_states(arrays)
+    return merged
 
 
 # Arguments
@@ -307,10 +311,12 @@ def _option(function: str, name: str, wanted: type[Any], value: Any) -> Any:
             "it a static argument of jax.jit, or give a bound that always holds"
         )
     try:
-        if wanted is int:
-            return operator.index(value)
         if wanted is float:
             return float(value)
+        if wanted is int:
+            value = operator.index(value)
+            if not -(2**63) <= value < 2**63:
+                raise ValueError(f"{function}: {name} must be a 64-bit int, got {value}")
     except TypeError:
         pass
     if not isinstance(value, wanted):
@@ -341,9 +347,7 @@ class _AttentionOptions(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
-def _cache_write(
-    operands: tuple[Any, ...], kv_dtype: str, layout: str
-) -> tuple[jax.Array, jax.Array]:
+def _cache_write(operands: tuple[Any, ...], kv_dtype: str, layout: str) -> Any:
     _C.check_cache_write(_described(operands), kv_dtype, layout)
     aliases = {2: 0, 3: 1}  # k_cache, v_cache
     return _call("cache_write", operands, aliases, kv_dtype=kv_dtype, layout=layout)
@@ -352,7 +356,7 @@ def _cache_write(
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
 def _paged_attention(
     operands: tuple[Any, ...], options: _AttentionOptions, returns_lse: bool
-) -> tuple[jax.Array, ...]:
+) -> Any:
     q, v_cache, out = operands[0], operands[2], operands[-1]
     if out is None:
         head_dim_v = v_cache.shape[2 if options.layout == "legacy" else -1] if v_cache.ndim else 0
@@ -371,7 +375,7 @@ _FREE = ("causal", "batch_invariant")  # options that fit whatever they are
 
 
 @partial(jax.jit, inline=True)
-def _merge_states(operands: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+def _merge_states(operands: tuple[Any, ...]) -> Any:
     out_a, lse_a, _, _ = operands
     _C.check_merge_states(_described((*operands, out_a, lse_a)))
     return _call("merge_states", operands, {}, results=(out_a, lse_a))
@@ -395,14 +399,18 @@ def _call(
         attributes["given"] = sum(1 << place for place in given)
     call = ffi_call(
         f"pagetile_{function}",
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results),
+        tuple(_untyped.ShapeDtypeStruct(x.shape, x.dtype) for x in results),
         input_output_aliases={given.index(place): result for place, result in aliases.items()},
     )
-    sized = {name: _SIZED.get(type(value), type(value))(value) for name, value in attributes.items()}
-    return _without_rules(function, partial(call, **sized))(*(operands[place] for place in given))
+    attributes = {name: _sized(value) for name, value in attributes.items()}
+    return _without_rules(function, partial(call, **attributes))(*(operands[i] for i in given))
 
 
-_SIZED = {int: np.int64, float: np.float64}  # what the handlers expect, whatever jax_enable_x64 is
+def _sized(value: Any) -> Any:
+    """Return a number of the 64 bits that the handlers expect, whatever jax_enable_x64 says."""
+    if isinstance(value, bool | str):
+        return value
+    return np.int64(value) if isinstance(value, int) else np.float64(value)
 
 
 def _without_rules(function: str, call: Callable[..., Any]) -> Callable[..., Any]:
