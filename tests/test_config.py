@@ -78,6 +78,7 @@ def test_describes_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "cuda:0 A, compute capability 9.0, 128 GiB, kernel families sm90" in out
     assert "cuda:1 B, compute capability 7.5, 16 GiB, not covered by this build" in out
+    assert "XLA handlers  not built" in out
 
 
 class FakeExtension:
@@ -85,6 +86,7 @@ class FakeExtension:
         self.devices = lambda: gpus
         self.no_devices_reason = lambda: ""
         self.build_info = _C.build_info
+        self.xla_ffi_handlers = dict
 
 
 @pytest.mark.parametrize(
