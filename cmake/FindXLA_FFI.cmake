@@ -5,9 +5,11 @@ find_path(
   xla/ffi/api/ffi.h
   HINTS ${XLA_FFI_ROOT}
   ENV XLA_FFI_ROOT
-  PATH_SUFFIXES include jaxlib/include
+  PATH_SUFFIXES
+    include
+    jaxlib/include
+    NO_CACHE # a build folder in use again would keep the headers of a build environment that is gone
 )
-mark_as_advanced(XLA_FFI_INCLUDE_DIR)
 
 # XLA loads handlers of its own version and of older ones, back to 0.1 (tried: jaxlib 0.10.2, whose version is 0.3).
 if(XLA_FFI_INCLUDE_DIR)

@@ -239,3 +239,18 @@ def test_build_does_without_jaxlib_where_there_is_no_wheel(
     monkeypatch.setattr(backend.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(sys, "version_info", (3, 15, 0))
     assert backend._jax_requires({}) == []
+
+
+def test_build_tells_cmake_whose_headers(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Those of the jaxlib that the build sees, unless somebody names others or wants none."""
+    (tmp_path / "jaxlib").mkdir()
+    (tmp_path / "jaxlib" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    named = "cmake.define.XLA_FFI_ROOT"
+    assert backend._settings({})[named] == str(tmp_path / "jaxlib" / "include")
+    assert named not in backend._settings({"cmake.define.PAGETILE_JAX": "OFF"})
+    assert backend._settings({named: "/some/folder"})[named] == "/some/folder"
+    monkeypatch.setenv("XLA_FFI_ROOT", "/some/folder")
+    assert named not in backend._settings({})

@@ -10,6 +10,7 @@ are, the build requires a jaxlib for its headers, unless XLA_FFI_ROOT names a fo
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -68,6 +69,12 @@ def _cuda_requires(config_settings: ConfigSettings) -> list[str]:
     return requires
 
 
+def _wants_headers(config_settings: ConfigSettings) -> bool:
+    """Whether XLA's FFI headers are needed that nobody has named."""
+    named = _define("XLA_FFI_ROOT", config_settings) or os.environ.get("XLA_FFI_ROOT")
+    return _parts(config_settings)["PAGETILE_JAX"] and not named
+
+
 def _jax_requires(config_settings: ConfigSettings) -> list[str]:
     """Nothing where PyPI has no such jaxlib: the part is left out if there are no other headers."""
     has_wheels = (
@@ -75,8 +82,7 @@ def _jax_requires(config_settings: ConfigSettings) -> list[str]:
         and platform.machine() in ("x86_64", "aarch64")
         and sys.version_info < JAXLIB_PYTHON_END
     )
-    named = _define("XLA_FFI_ROOT", config_settings) or os.environ.get("XLA_FFI_ROOT")
-    if named or not has_wheels or not _parts(config_settings)["PAGETILE_JAX"]:
+    if not has_wheels or not _wants_headers(config_settings):
         return []
     return [JAXLIB[max(version for version in JAXLIB if version <= sys.version_info)]]
 
@@ -89,11 +95,19 @@ def _show_packages_to_cmake() -> None:
 
 
 def _settings(config_settings: ConfigSettings) -> dict[str, Any]:
-    """Say the parts outright: a build folder in use again would keep its first values."""
+    """Say the parts outright: a build folder in use again would keep its first values.
+
+    And the headers: CMake would sooner find those of a jaxlib in the environment that pip runs in
+    than those of the jaxlib that the build has asked for.
+    """
     settings = dict(config_settings or {})
     for name, is_on in _parts(settings).items():
         if _define(name, settings) is None:
             settings[f"cmake.define.{name}"] = "ON" if is_on else "OFF"
+    jaxlib = importlib.util.find_spec("jaxlib") if _wants_headers(settings) else None
+    if jaxlib is not None and jaxlib.submodule_search_locations:
+        folder = os.path.join(jaxlib.submodule_search_locations[0], "include")
+        settings["cmake.define.XLA_FFI_ROOT"] = folder
     return settings
 
 
