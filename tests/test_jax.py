@@ -88,7 +88,7 @@ DECODES = [
     Decode("alibi", alibi="heads"),
     Decode("alibi_batch", alibi="batch_heads"),
     Decode("splits", options={"num_splits": 2}),
-    Decode("invariant", options={"batch_invariant": True}),
+    Decode("invariant", options={"batch_invariant": True, "max_seqlen_k": 64}),
     Decode("e4m3", heads=(4, 2), cache_dtype="float8_e4m3fn"),
     Decode("e4m3_scales", heads=(4, 2), cache_dtype="float8_e4m3fn", scales="heads"),
     Decode("e5m2_fp16", dtype="float16", cache_dtype="float8_e5m2", scales="one"),
