@@ -248,6 +248,7 @@ def test_build_tells_cmake_whose_headers(
     (tmp_path / "jaxlib").mkdir()
     (tmp_path / "jaxlib" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "jaxlib", raising=False)  # other tests import the real one
     named = "cmake.define.XLA_FFI_ROOT"
     assert backend._settings({})[named] == str(tmp_path / "jaxlib" / "include")
     assert named not in backend._settings({"cmake.define.PAGETILE_JAX": "OFF"})

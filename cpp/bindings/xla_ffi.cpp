@@ -277,20 +277,24 @@ XLA_FFI_Error* on_cuda(XLA_FFI_CallFrame* frame) {
 
 // Without the CUDA part, the handlers for CUDA say that it was not built.
 nb::dict handlers() {
-    const auto capsule = [](XLA_FFI_Handler* handler) {
-        return nb::capsule(reinterpret_cast<void*>(handler));
-    };
-    nb::dict cpu;
-    cpu["cache_write"] = capsule(on_cpu<CacheWriteAttributes>);
-    cpu["paged_attention"] = capsule(on_cpu<AttentionAttributes>);
-    cpu["merge_states"] = capsule(on_cpu<MergeAttributes>);
-    nb::dict cuda;
-    cuda["cache_write"] = capsule(on_cuda<CacheWriteAttributes>);
-    cuda["paged_attention"] = capsule(on_cuda<AttentionAttributes>);
-    cuda["merge_states"] = capsule(on_cuda<MergeAttributes>);
+    const auto capsules =
+        [](XLA_FFI_Handler* write, XLA_FFI_Handler* attend, XLA_FFI_Handler* merge) {
+            const auto capsule = [](XLA_FFI_Handler* handler) {
+                return nb::capsule(reinterpret_cast<void*>(handler));
+            };
+            nb::dict functions;
+            functions["cache_write"] = capsule(write);
+            functions["paged_attention"] = capsule(attend);
+            functions["merge_states"] = capsule(merge);
+            return functions;
+        };
     nb::dict platforms;
-    platforms["cpu"] = cpu;
-    platforms["CUDA"] = cuda;
+    platforms["cpu"] = capsules(
+        on_cpu<CacheWriteAttributes>, on_cpu<AttentionAttributes>, on_cpu<MergeAttributes>
+    );
+    platforms["CUDA"] = capsules(
+        on_cuda<CacheWriteAttributes>, on_cuda<AttentionAttributes>, on_cuda<MergeAttributes>
+    );
     return platforms;
 }
 
