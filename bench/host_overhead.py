@@ -126,10 +126,10 @@ def main() -> None:
         if framework == "torch":
             cases |= through_torch_ops(args, kwargs, new, (k, k, cache, cache, slots))
         report(framework, cases)
-    if importlib.util.find_spec("jax") is None:
-        print("jax: not installed")
-    else:
+    if importlib.util.find_spec("jax") and pagetile.show_config("dicts")["xla_handlers"]:
         report("jax", through_jax())
+    else:
+        print("jax: not installed, or this build has no handlers for XLA")
 
 
 if __name__ == "__main__":
