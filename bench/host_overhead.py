@@ -2,16 +2,19 @@
 
 One sequence, one token, one head of 8: the arithmetic is below 0.1 us, and is left in. Ten tensors:
 q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, k_scale, v_scale, out, softmax_lse.
-Through PyTorch's dispatcher (torch.ops) as well as directly.
+Through PyTorch's dispatcher (torch.ops) as well as directly, and through XLA: jitted calls of
+pagetile.jax, beside a jitted function that adds two of the same arrays. XLA allocates the results.
 
     python bench/host_overhead.py
 """
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ import torch
 
 CALLS = 20_000
 ROUNDS = 15
+RESULTS = ("out", "softmax_lse")
 
 
 def microseconds(call: Callable[[], Any]) -> tuple[float, float]:
@@ -64,12 +68,47 @@ def through_torch_ops(
     }
 
 
+def through_jax() -> dict[str, Callable[[], Any]]:
+    """Jitted calls, each waited for: on the CPU JAX may run them on a thread of its own."""
+    import jax
+    import jax.numpy as jnp
+    import pagetile.jax
+
+    jax.config.update("jax_default_device", jax.devices("cpu")[0])
+    args, kwargs = arguments(jnp.asarray)
+    arrays = {n: x for n, x in kwargs.items() if isinstance(x, jax.Array) and n not in RESULTS}
+    options = {n: x for n, x in kwargs.items() if not isinstance(x, jax.Array)}
+    attend = jax.jit(partial(pagetile.jax.paged_attention, **options))
+    write = jax.jit(pagetile.jax.cache_write, donate_argnums=(2, 3))
+    add = jax.jit(jnp.add)
+    k, slots = jnp.ones((1, 1, 8)), jnp.array([3])
+    caches = [jnp.zeros((4, 16, 1, 8)), jnp.zeros((4, 16, 1, 8))]
+
+    def write_in_place() -> None:
+        caches[:] = write(k, k, *caches, slots)
+        caches[1].block_until_ready()
+
+    return {
+        f"paged_attention, {3 + len(arrays)} tensors": lambda: attend(
+            *args, **arrays
+        ).block_until_ready(),
+        "cache_write, 5 tensors, caches donated": write_in_place,
+        "jnp.add, 2 tensors": lambda: add(args[0], args[0]).block_until_ready(),
+    }
+
+
+def report(framework: str, cases: dict[str, Callable[[], Any]]) -> None:
+    for name, call in cases.items():
+        median, best = microseconds(call)
+        print(f"{framework + ': ' + name:44s} {median:10.2f} {best:10.2f}")
+
+
 def main() -> None:
     print(f"pagetile {pagetile.__version__}, numpy {np.__version__}, torch {torch.__version__}")
     print(f"{'call':44s} {'median us':>10s} {'best us':>10s}")
     for framework, convert in (("torch", torch.from_numpy), ("numpy", lambda array: array)):
         args, kwargs = arguments(convert)
-        new = {name: value for name, value in kwargs.items() if name not in ("out", "softmax_lse")}
+        new = {name: value for name, value in kwargs.items() if name not in RESULTS}
         k = convert(np.ones((1, 1, 8), np.float32))
         cache = convert(np.zeros((4, 16, 1, 8), np.float32))
         slots = convert(np.array([3]))
@@ -86,9 +125,11 @@ def main() -> None:
         }
         if framework == "torch":
             cases |= through_torch_ops(args, kwargs, new, (k, k, cache, cache, slots))
-        for name, call in cases.items():
-            median, best = microseconds(call)
-            print(f"{framework + ': ' + name:44s} {median:10.2f} {best:10.2f}")
+        report(framework, cases)
+    if importlib.util.find_spec("jax") and pagetile.show_config("dicts")["xla_handlers"]:
+        report("jax", through_jax())
+    else:
+        print("jax: not installed, or this build has no handlers for XLA")
 
 
 if __name__ == "__main__":

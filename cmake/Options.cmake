@@ -1,4 +1,5 @@
 # PAGETILE_CUDA=OFF in the environment works like -DPAGETILE_CUDA=OFF: it is the shorter one before `pip install .`
+# So does PAGETILE_JAX.
 if(DEFINED ENV{PAGETILE_CUDA})
   set(cuda_default $ENV{PAGETILE_CUDA})
 elseif(CMAKE_SYSTEM_NAME STREQUAL "Linux")
@@ -7,8 +8,15 @@ else()
   set(cuda_default OFF)
 endif()
 
+if(DEFINED ENV{PAGETILE_JAX})
+  set(jax_default $ENV{PAGETILE_JAX})
+else()
+  set(jax_default ON)
+endif()
+
 option(PAGETILE_CUDA "Build the CUDA kernels (needs nvcc and the CUTLASS headers)" ${cuda_default})
 option(PAGETILE_BUILD_PYTHON "Build the Python module" ON)
+option(PAGETILE_JAX "Build what pagetile.jax needs, where XLA's FFI headers are found" ${jax_default})
 option(PAGETILE_LINEINFO "Line numbers in the CUDA kernels, for profilers" OFF)
 option(PAGETILE_WERROR "Compiler warnings are errors" OFF)
 option(PAGETILE_COVERAGE "Count executed lines of the C++ code (gcov)" OFF)

@@ -10,6 +10,9 @@ import pagetile
 import pytest
 import torch
 
+# JAX would take three quarters of a GPU's memory for itself, and others need some.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 DEVICES = ["cpu"]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))

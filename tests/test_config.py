@@ -78,6 +78,7 @@ def test_describes_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "cuda:0 A, compute capability 9.0, 128 GiB, kernel families sm90" in out
     assert "cuda:1 B, compute capability 7.5, 16 GiB, not covered by this build" in out
+    assert "XLA handlers  not built" in out
 
 
 class FakeExtension:
@@ -85,6 +86,7 @@ class FakeExtension:
         self.devices = lambda: gpus
         self.no_devices_reason = lambda: ""
         self.build_info = _C.build_info
+        self.xla_ffi_handlers = dict
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("scikit_build_core")
     if not BACKEND.exists():
         pytest.skip("no source tree beside the tests")
-    for name in ("PAGETILE_CUDA", "CUDACXX", "CUTLASS_ROOT"):
+    for name in ("PAGETILE_CUDA", "CUDACXX", "CUTLASS_ROOT", "PAGETILE_JAX", "XLA_FFI_ROOT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(sys, "platform", "linux")
@@ -179,21 +181,77 @@ def test_build_uses_nvcc_on_path(backend: ModuleType, monkeypatch: pytest.Monkey
     [
         ({}, None, "ON"),
         ({}, "OFF", "OFF"),
-        ({"cmake.define.PAGETILE_CUDA": "OFF"}, None, "OFF"),
+        ({"cmake.define.{part}": "OFF"}, None, "OFF"),
     ],
 )
+@pytest.mark.parametrize("part", ["PAGETILE_CUDA", "PAGETILE_JAX"])
 def test_build_always_tells_cmake(
     backend: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, str],
     environment: str | None,
     value: str,
+    part: str,
 ):
     if environment is not None:
-        monkeypatch.setenv("PAGETILE_CUDA", environment)
-    assert backend._settings(settings)["cmake.define.PAGETILE_CUDA"] == value
+        monkeypatch.setenv(part, environment)
+    settings = {name.format(part=part): given for name, given in settings.items()}
+    assert backend._settings(settings)[f"cmake.define.{part}"] == value
 
 
 def test_no_cuda_by_default_elsewhere(backend: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert backend._cuda_requires({}) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "needs_headers"),
+    [
+        ({}, {}, True),
+        ({"cmake.define.PAGETILE_CUDA": "OFF"}, {}, True),
+        ({"cmake.define.PAGETILE_JAX": "OFF"}, {}, False),
+        ({}, {"PAGETILE_JAX": "OFF"}, False),
+        ({"cmake.define.XLA_FFI_ROOT": "/some/folder"}, {}, False),
+        ({}, {"XLA_FFI_ROOT": "/some/folder"}, False),
+    ],
+)
+def test_build_requires_a_jaxlib_for_its_headers(
+    backend: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, str],
+    environment: dict[str, str],
+    needs_headers: bool,
+):
+    monkeypatch.setattr(backend.platform, "machine", lambda: "x86_64")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for version, wanted in (((3, 10, 13), "0.6.2"), ((3, 11, 0), "0.8.0"), ((3, 14, 2), "0.8.0")):
+        monkeypatch.setattr(sys, "version_info", version)
+        requires = backend._jax_requires(settings)
+        assert requires == ([f"jaxlib=={wanted}"] if needs_headers else [])
+
+
+def test_build_does_without_jaxlib_where_there_is_no_wheel(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(backend.platform, "machine", lambda: "riscv64")
+    assert backend._jax_requires({}) == []
+    monkeypatch.setattr(backend.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(sys, "version_info", (3, 15, 0))
+    assert backend._jax_requires({}) == []
+
+
+def test_build_tells_cmake_whose_headers(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Those of the jaxlib that the build sees, unless somebody names others or wants none."""
+    (tmp_path / "jaxlib").mkdir()
+    (tmp_path / "jaxlib" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "jaxlib", raising=False)  # other tests import the real one
+    named = "cmake.define.XLA_FFI_ROOT"
+    assert backend._settings({})[named] == str(tmp_path / "jaxlib" / "include")
+    assert named not in backend._settings({"cmake.define.PAGETILE_JAX": "OFF"})
+    assert backend._settings({named: "/some/folder"})[named] == "/some/folder"
+    monkeypatch.setenv("XLA_FFI_ROOT", "/some/folder")
+    assert named not in backend._settings({})

@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 venv=$(realpath "${1:?usage: coverage.sh VENV}")
 out=$PWD/build/coverage
 source tools/build_env.sh
+source tools/jax_headers.sh
 
 rm -rf "$out/site"
 mkdir -p "$out"

@@ -5,6 +5,7 @@ cd "$(dirname "$0")/.."
 venv=${1:?usage: install.sh VENV STAMP}
 stamp=${2:?usage: install.sh VENV STAMP}
 source tools/build_env.sh
+source tools/jax_headers.sh
 
 echo "-- $venv: building and installing pagetile (PAGETILE_CUDA=${PAGETILE_CUDA:-OFF})"
 rm -f "$venv"/.pagetile-cuda-*

@@ -1,6 +1,7 @@
 #include "pagetile/attention.h"
 
 #include "attention/dispatch.h"
+#include "calls.h"
 #include "define.h"
 #include "paged_cache.h"
 #include "plan.h"
@@ -64,53 +65,11 @@ void require_workspace(const Tensor& workspace) {
     );
 }
 
-void paged_attention_binding(
-    nb::handle out_object,
-    nb::handle softmax_lse_object,
-    nb::handle q_object,
-    nb::handle k_cache_object,
-    nb::handle v_cache_object,
-    nb::handle block_table_object,
-    nb::handle seqused_k_object,
-    nb::handle cu_seqlens_q_object,
-    nb::handle cu_seqlens_k_object,
-    int64_t max_seqlen_q,
-    int64_t max_seqlen_k,
-    std::optional<double> softmax_scale,
-    bool causal,
-    int64_t window_left,
-    int64_t window_right,
-    double softcap,
-    nb::handle alibi_slopes_object,
-    nb::handle sinks_object,
-    nb::handle q_scale_object,
-    nb::handle k_scale_object,
-    nb::handle v_scale_object,
-    const std::string& kv_dtype,
-    const std::string& layout_name,
-    int64_t num_splits,
-    bool batch_invariant,
-    nb::handle plan_object,
-    nb::handle workspace_object,
-    bool pdl,
-    std::optional<bool> validate,
-    nb::handle stream
-) {
-    const Tensor q(kAttention, "q", q_object);
-    const Tensor k_cache(kAttention, "k_cache", k_cache_object);
-    const Tensor v_cache(kAttention, "v_cache", v_cache_object);
-    const Tensor block_table(kAttention, "block_table", block_table_object);
-    const Tensor seqused_k(kAttention, "seqused_k", seqused_k_object);
-    const Tensor cu_seqlens_q(kAttention, "cu_seqlens_q", cu_seqlens_q_object);
-    const Tensor cu_seqlens_k(kAttention, "cu_seqlens_k", cu_seqlens_k_object);
-    const Tensor alibi_slopes(kAttention, "alibi_slopes", alibi_slopes_object);
-    const Tensor sinks(kAttention, "sinks", sinks_object);
-    const Tensor q_scale(kAttention, "q_scale", q_scale_object);
-    const Tensor k_scale(kAttention, "k_scale", k_scale_object);
-    const Tensor v_scale(kAttention, "v_scale", v_scale_object);
-    const Tensor out(kAttention, "out", out_object, Access::kWrite);
-    const Tensor softmax_lse(kAttention, "softmax_lse", softmax_lse_object, Access::kWrite);
-    const Tensor workspace(kAttention, "workspace", workspace_object, Access::kWrite);
+}  // namespace
+
+AttentionParams parse_attention(const AttentionTensors& tensors, const AttentionOptions& options) {
+    const auto& [q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, q_scale, k_scale, v_scale, out, softmax_lse, workspace] =
+        tensors;
     require_tensors(
         q,
         {&k_cache, &v_cache, &out},
@@ -139,7 +98,7 @@ void paged_attention_binding(
 
     // Keys and values
     const CacheLayout layout =
-        block_table.given() ? parse_layout(kAttention, layout_name) : CacheLayout::kPacked;
+        block_table.given() ? parse_layout(kAttention, options.layout) : CacheLayout::kPacked;
     const PagedCache k_pages(k_cache, layout, /*is_key=*/true);
     const PagedCache v_pages(v_cache, layout, /*is_key=*/false);
     require_same_pages(kAttention, k_pages, v_pages, v_cache);
@@ -151,7 +110,7 @@ void paged_attention_binding(
         ", got ",
         k_pages.head_dim
     );
-    const DType cache_dtype = resolve_kv_dtype(kAttention, kv_dtype, k_cache);
+    const DType cache_dtype = resolve_kv_dtype(kAttention, options.kv_dtype, k_cache);
     v_cache.require_dtype({k_cache.dtype()});
 
     // Metadata
@@ -222,7 +181,7 @@ void paged_attention_binding(
         softmax_lse.require_shape({num_q_heads, total_q}, "(Hq, T)");
     }
 
-    AttentionParams params = {
+    return {
         .batch = batch,
         .total_q = total_q,
         .num_q_heads = num_q_heads,
@@ -232,8 +191,8 @@ void paged_attention_binding(
         .num_pages = k_pages.num_pages,
         .page_size = k_pages.page_size,
         .max_pages = block_table.given() ? block_table.size(1) : 0,
-        .max_seqlen_q = max_seqlen_q,
-        .max_seqlen_k = max_seqlen_k,
+        .max_seqlen_q = options.max_seqlen_q,
+        .max_seqlen_k = options.max_seqlen_k,
         .q_dtype = q.dtype(),
         .kv_dtype = cache_dtype,
         .out_dtype = out.dtype(),
@@ -247,13 +206,13 @@ void paged_attention_binding(
         .block_table_stride = block_table.given() ? block_table.stride(0) : 0,
         .seqused_k = seqused_k.data_as<const int32_t>(),
         .cu_seqlens_k = cu_seqlens_k.data_as<const int32_t>(),
-        .softmax_scale = static_cast<float>(softmax_scale.value_or(
+        .softmax_scale = static_cast<float>(options.softmax_scale.value_or(
             1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(head_dim, 1)))
         )),
-        .causal = causal,
-        .window_left = window_left,
-        .window_right = window_right,
-        .softcap = static_cast<float>(softcap),
+        .causal = options.causal,
+        .window_left = options.window_left,
+        .window_right = options.window_right,
+        .softcap = static_cast<float>(options.softcap),
         .alibi_slopes = alibi_slopes.data_as<const float>(),
         .alibi_batch_stride = alibi_batch_stride,
         .alibi_head_stride = alibi_head_stride,
@@ -269,42 +228,18 @@ void paged_attention_binding(
         .softmax_lse = softmax_lse.data_as<float>(),
         .lse_head_stride = softmax_lse.given() ? softmax_lse.stride(0) : 0,
         .lse_row_stride = softmax_lse.given() ? softmax_lse.stride(1) : 0,
-        .num_splits = num_splits,
-        .batch_invariant = batch_invariant,
-        .validate = validate.value_or(false) || validate_by_environment(),
+        .num_splits = options.num_splits,
+        .batch_invariant = options.batch_invariant,
+        .validate = options.validate.value_or(false) || validate_by_environment(),
         .workspace = workspace.data(),
         .workspace_bytes = workspace_bytes,
-        .pdl = pdl,
+        .pdl = options.pdl,
         .device = q.device(),
     };
-    if (const Plan* plan = parse_plan(kAttention, "plan", plan_object)) {
-        plan->require_fits(kAttention, "plan", plan_params(params), params.page_size);
-        params.plan = plan->data;
-        // Tiles follow from these, so they must be those of the plan.
-        params.max_seqlen_q = plan->params.max_seqlen_q;
-        params.max_seqlen_k = plan->params.max_seqlen_k;
-    }
-    const Stream on_stream = resolve_stream(kAttention, stream, q_object, params.device);
-    const nb::gil_scoped_release release;
-    paged_attention(params, on_stream);
 }
 
-void merge_states_binding(
-    nb::handle out_object,
-    nb::handle lse_object,
-    nb::handle out_a_object,
-    nb::handle lse_a_object,
-    nb::handle out_b_object,
-    nb::handle lse_b_object,
-    int64_t tokens_with_a,
-    nb::handle stream
-) {
-    const Tensor out_a(kMerge, "out_a", out_a_object);
-    const Tensor lse_a(kMerge, "lse_a", lse_a_object);
-    const Tensor out_b(kMerge, "out_b", out_b_object);
-    const Tensor lse_b(kMerge, "lse_b", lse_b_object);
-    const Tensor out(kMerge, "out", out_object, Access::kWrite);
-    const Tensor lse(kMerge, "lse", lse_object, Access::kWrite);
+MergeStatesParams parse_merge(const MergeTensors& tensors, int64_t tokens_with_a) {
+    const auto& [out_a, lse_a, out_b, lse_b, out, lse] = tensors;
     for (const Tensor* tensor : {&out_a, &lse_a, &out_b, &lse_b, &out}) {
         tensor->require_given();
     }
@@ -327,7 +262,7 @@ void merge_states_binding(
         }
     }
 
-    const MergeStatesParams params = {
+    return {
         .num_tokens = num_tokens,
         .num_heads = num_heads,
         .head_dim = head_dim,
@@ -353,6 +288,106 @@ void merge_states_binding(
         .lse_row_stride = lse.given() ? lse.stride(1) : 0,
         .device = out_a.device(),
     };
+}
+
+namespace {
+
+void paged_attention_binding(
+    nb::handle out_object,
+    nb::handle softmax_lse_object,
+    nb::handle q_object,
+    nb::handle k_cache_object,
+    nb::handle v_cache_object,
+    nb::handle block_table_object,
+    nb::handle seqused_k_object,
+    nb::handle cu_seqlens_q_object,
+    nb::handle cu_seqlens_k_object,
+    int64_t max_seqlen_q,
+    int64_t max_seqlen_k,
+    std::optional<double> softmax_scale,
+    bool causal,
+    int64_t window_left,
+    int64_t window_right,
+    double softcap,
+    nb::handle alibi_slopes_object,
+    nb::handle sinks_object,
+    nb::handle q_scale_object,
+    nb::handle k_scale_object,
+    nb::handle v_scale_object,
+    const std::string& kv_dtype,
+    const std::string& layout_name,
+    int64_t num_splits,
+    bool batch_invariant,
+    nb::handle plan_object,
+    nb::handle workspace_object,
+    bool pdl,
+    std::optional<bool> validate,
+    nb::handle stream
+) {
+    const AttentionTensors tensors = {
+        .q = Tensor(kAttention, "q", q_object),
+        .k_cache = Tensor(kAttention, "k_cache", k_cache_object),
+        .v_cache = Tensor(kAttention, "v_cache", v_cache_object),
+        .block_table = Tensor(kAttention, "block_table", block_table_object),
+        .seqused_k = Tensor(kAttention, "seqused_k", seqused_k_object),
+        .cu_seqlens_q = Tensor(kAttention, "cu_seqlens_q", cu_seqlens_q_object),
+        .cu_seqlens_k = Tensor(kAttention, "cu_seqlens_k", cu_seqlens_k_object),
+        .alibi_slopes = Tensor(kAttention, "alibi_slopes", alibi_slopes_object),
+        .sinks = Tensor(kAttention, "sinks", sinks_object),
+        .q_scale = Tensor(kAttention, "q_scale", q_scale_object),
+        .k_scale = Tensor(kAttention, "k_scale", k_scale_object),
+        .v_scale = Tensor(kAttention, "v_scale", v_scale_object),
+        .out = Tensor(kAttention, "out", out_object, Access::kWrite),
+        .softmax_lse = Tensor(kAttention, "softmax_lse", softmax_lse_object, Access::kWrite),
+        .workspace = Tensor(kAttention, "workspace", workspace_object, Access::kWrite),
+    };
+    const AttentionOptions options = {
+        .max_seqlen_q = max_seqlen_q,
+        .max_seqlen_k = max_seqlen_k,
+        .softmax_scale = softmax_scale,
+        .causal = causal,
+        .window_left = window_left,
+        .window_right = window_right,
+        .softcap = softcap,
+        .kv_dtype = kv_dtype,
+        .layout = layout_name,
+        .num_splits = num_splits,
+        .batch_invariant = batch_invariant,
+        .pdl = pdl,
+        .validate = validate,
+    };
+    AttentionParams params = parse_attention(tensors, options);
+    if (const Plan* plan = parse_plan(kAttention, "plan", plan_object)) {
+        plan->require_fits(kAttention, "plan", plan_params(params), params.page_size);
+        params.plan = plan->data;
+        // Tiles follow from these, so they must be those of the plan.
+        params.max_seqlen_q = plan->params.max_seqlen_q;
+        params.max_seqlen_k = plan->params.max_seqlen_k;
+    }
+    const Stream on_stream = resolve_stream(kAttention, stream, q_object, params.device);
+    const nb::gil_scoped_release release;
+    paged_attention(params, on_stream);
+}
+
+void merge_states_binding(
+    nb::handle out_object,
+    nb::handle lse_object,
+    nb::handle out_a_object,
+    nb::handle lse_a_object,
+    nb::handle out_b_object,
+    nb::handle lse_b_object,
+    int64_t tokens_with_a,
+    nb::handle stream
+) {
+    const MergeTensors tensors = {
+        .out_a = Tensor(kMerge, "out_a", out_a_object),
+        .lse_a = Tensor(kMerge, "lse_a", lse_a_object),
+        .out_b = Tensor(kMerge, "out_b", out_b_object),
+        .lse_b = Tensor(kMerge, "lse_b", lse_b_object),
+        .out = Tensor(kMerge, "out", out_object, Access::kWrite),
+        .lse = Tensor(kMerge, "lse", lse_object, Access::kWrite),
+    };
+    const MergeStatesParams params = parse_merge(tensors, tokens_with_a);
     const Stream on_stream = resolve_stream(kMerge, stream, out_a_object, params.device);
     const nb::gil_scoped_release release;
     merge_states(params, on_stream);

@@ -1,6 +1,7 @@
 #include "pagetile/cache_write.h"
 
 #include "cache_write/write_plan.h"
+#include "calls.h"
 #include "define.h"
 #include "paged_cache.h"
 #include "tensor.h"
@@ -52,17 +53,12 @@ NewRows parse_rows(const Tensor& rows, const PagedCache& cache, int64_t num_toke
     };
 }
 
+}  // namespace
+
 CacheWriteParams parse_cache_write(
-    const Tensor& k,
-    const Tensor& v,
-    const Tensor& k_cache,
-    const Tensor& v_cache,
-    const Tensor& slot_mapping,
-    const Tensor& k_scale,
-    const Tensor& v_scale,
-    const std::string& kv_dtype,
-    const std::string& layout_name
+    const CacheWriteTensors& tensors, const std::string& kv_dtype, const std::string& layout_name
 ) {
+    const auto& [k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale] = tensors;
     require_tensors(k, {&v, &k_cache, &v_cache, &slot_mapping}, {&k_scale, &v_scale});
 
     // Types
@@ -101,6 +97,8 @@ CacheWriteParams parse_cache_write(
     };
 }
 
+namespace {
+
 void cache_write_binding(
     nb::handle k_object,
     nb::handle v_object,
@@ -114,15 +112,16 @@ void cache_write_binding(
     bool pdl,
     nb::handle stream
 ) {
-    const Tensor k(kFunction, "k", k_object);
-    const Tensor v(kFunction, "v", v_object);
-    const Tensor k_cache(kFunction, "k_cache", k_cache_object, Access::kWrite);
-    const Tensor v_cache(kFunction, "v_cache", v_cache_object, Access::kWrite);
-    const Tensor slot_mapping(kFunction, "slot_mapping", slot_mapping_object);
-    const Tensor k_scale(kFunction, "k_scale", k_scale_object);
-    const Tensor v_scale(kFunction, "v_scale", v_scale_object);
-    CacheWriteParams params =
-        parse_cache_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, kv_dtype, layout);
+    const CacheWriteTensors tensors = {
+        .k = Tensor(kFunction, "k", k_object),
+        .v = Tensor(kFunction, "v", v_object),
+        .k_cache = Tensor(kFunction, "k_cache", k_cache_object, Access::kWrite),
+        .v_cache = Tensor(kFunction, "v_cache", v_cache_object, Access::kWrite),
+        .slot_mapping = Tensor(kFunction, "slot_mapping", slot_mapping_object),
+        .k_scale = Tensor(kFunction, "k_scale", k_scale_object),
+        .v_scale = Tensor(kFunction, "v_scale", v_scale_object),
+    };
+    CacheWriteParams params = parse_cache_write(tensors, kv_dtype, layout);
     params.pdl = pdl;
     const Stream on_stream = resolve_stream(kFunction, stream, k_object, params.device);
     const nb::gil_scoped_release release;
@@ -139,14 +138,16 @@ nb::list cache_write_plan(
     const std::string& kv_dtype,
     const std::string& layout
 ) {
-    const Tensor k(kFunction, "k", k_object);
-    const Tensor v(kFunction, "v", v_object);
-    const Tensor k_cache(kFunction, "k_cache", k_cache_object, Access::kWrite);
-    const Tensor v_cache(kFunction, "v_cache", v_cache_object, Access::kWrite);
-    const Tensor slot_mapping(kFunction, "slot_mapping", slot_mapping_object);
-    const Tensor none(kFunction, "scale", nb::none());
-    const CacheWriteParams params =
-        parse_cache_write(k, v, k_cache, v_cache, slot_mapping, none, none, kv_dtype, layout);
+    const CacheWriteTensors tensors = {
+        .k = Tensor(kFunction, "k", k_object),
+        .v = Tensor(kFunction, "v", v_object),
+        .k_cache = Tensor(kFunction, "k_cache", k_cache_object, Access::kWrite),
+        .v_cache = Tensor(kFunction, "v_cache", v_cache_object, Access::kWrite),
+        .slot_mapping = Tensor(kFunction, "slot_mapping", slot_mapping_object),
+        .k_scale = Tensor(kFunction, "k_scale"),
+        .v_scale = Tensor(kFunction, "v_scale"),
+    };
+    const CacheWriteParams params = parse_cache_write(tensors, kv_dtype, layout);
     const WritePlan plan = plan_cache_write(params);
     nb::list launches;
     for (int i = 0; i < plan.num_launches; ++i) {

@@ -215,6 +215,27 @@ Tensor::Tensor(const char* function, const char* name, nb::handle object, Access
     describe(tensor);
 }
 
+Tensor::Tensor(
+    const char* function,
+    const char* name,
+    nb::dlpack::dtype dtype,
+    std::span<const int64_t> sizes,
+    void* data,
+    Device device
+)
+    : Tensor(function, name) {
+    nb::dlpack::dltensor tensor = {};
+    tensor.data = data;
+    tensor.device = {
+        .device_type = device.kind == DeviceKind::kCpu ? kDlCpu : kDlCuda,
+        .device_id = device.index,
+    };
+    tensor.ndim = static_cast<int32_t>(sizes.size());
+    tensor.dtype = dtype;
+    tensor.shape = const_cast<int64_t*>(sizes.data());
+    describe(tensor);
+}
+
 void Tensor::describe(const nb::dlpack::dltensor& tensor) {
     check(
         tensor.ndim <= kMaxDims,

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 #include <string>
 
 namespace pagetile {
@@ -34,6 +35,19 @@ public:
         const char* name,
         nanobind::handle object,
         Access access = Access::kRead
+    );
+
+    // One that is not given(). Unlike the others, this and the next need no Python.
+    Tensor(const char* function, const char* name) : function_(function), name_(name) {}
+
+    // A dense one, in memory that the caller keeps.
+    Tensor(
+        const char* function,
+        const char* name,
+        nanobind::dlpack::dtype dtype,
+        std::span<const int64_t> sizes,
+        void* data,
+        Device device
     );
 
     bool given() const { return ndim_ >= 0; }

@@ -38,8 +38,13 @@ def _empty_cupy(like: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
         return sys.modules["cupy"].empty(shape, dtype=like.dtype if dtype is None else dtype)
 
 
+_JAX_DTYPES = ("float32", "float16", "bfloat16", "int32")
+
+
 def _empty_jax(like: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
-    return _C.empty(shape, str(like.dtype) if dtype is None else dtype)
+    name = str(like.dtype) if dtype is None else dtype
+    # No result has another dtype: of like's own, the extension says that it does not fit.
+    return _C.empty(shape, name if name in _JAX_DTYPES else "float32")
 
 
 _ALLOCATORS: dict[str, Allocator] = {
@@ -64,7 +69,7 @@ def _check_jax(function: str, name: str, like: Any) -> None:
     if not hasattr(like, "__dlpack_device__"):
         raise TypeError(
             f"{function}: {name} must be a DLPack tensor, got {_type_name(type(like))}: JAX's "
-            "tracers have no memory, so call pagetile outside of jax.jit and its like"
+            "tracers have no memory, so under jax.jit and its like call pagetile.jax"
         )
     if getattr(like, "is_deleted", bool)():
         raise TypeError(f"{function}: {name} has been deleted or donated")

@@ -36,6 +36,7 @@ def _config() -> dict[str, Any]:
         "build": _C.build_info(),
         "devices": _C.devices(),
         "no_devices_reason": _C.no_devices_reason() or None,
+        "xla_handlers": bool(_C.xla_ffi_handlers()),
         "python": platform.python_version(),
         "frameworks": _framework_versions(),
     }
@@ -73,6 +74,7 @@ def _describe(config: dict[str, Any]) -> str:
         rows += [("device", _describe_device(device)) for device in config["devices"]]
     else:
         rows.append(("devices", f"none: {config['no_devices_reason']}"))
+    rows.append(("XLA handlers", "built" if config["xla_handlers"] else "not built"))
     rows.append(("python", config["python"]))
     rows += [(name, version or "not installed") for name, version in config["frameworks"].items()]
     width = max(len(name) for name, _ in rows)
@@ -95,6 +97,7 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
             - ``devices``: one dict a GPU: index, name, capability, memory_bytes,
               families (those whose kernels run on it; empty: not covered);
             - ``no_devices_reason``: why ``devices`` is empty, or None;
+            - ``xla_handlers``: whether this build has what `pagetile.jax` calls;
             - ``python``, ``frameworks``: versions (None: not installed). No framework is imported.
 
     Raises:

@@ -1,0 +1,167 @@
+// Calls checked by shapes and dtypes alone, with the messages of the real ones: what a traced call
+// can be told before anything runs.
+
+#include "operands.h"
+#include "pagetile/attention.h"
+#include "pagetile/cache_write.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace nb = nanobind;
+
+namespace pagetile {
+namespace {
+
+// By the name that NumPy and ml_dtypes give it: letters for the kind, then the bits.
+nb::dlpack::dtype dtype_of(const char* function, const char* operand, const std::string& name) {
+    using Code = nb::dlpack::dtype_code;
+
+    constexpr struct {
+        const char* name;
+        Code code;
+    } kCodes[] = {
+        {"int", Code::Int},
+        {"uint", Code::UInt},
+        {"float", Code::Float},
+        {"bfloat", Code::Bfloat},
+        {"complex", Code::Complex},
+        {"bool", Code::Bool},
+        {"float8_e4m3fn", Code::Float8_E4M3FN},
+        {"float8_e5m2", Code::Float8_E5M2},
+    };
+
+    const size_t digits = std::min(name.find_first_of("0123456789"), name.size());
+    const bool is_plain = name.find('_') == std::string::npos;
+    for (const auto& entry : kCodes) {
+        if ((is_plain ? name.substr(0, digits) : name) == entry.name) {
+            const int bits = is_plain && digits < name.size() ? std::stoi(name.substr(digits)) : 8;
+            return {static_cast<uint8_t>(entry.code), static_cast<uint8_t>(bits), 1};
+        }
+    }
+    fail(
+        function,
+        ": ",
+        operand,
+        " must be float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8, int32 or int64, "
+        "got ",
+        name
+    );
+}
+
+// An operand: None, or (name of its dtype, shape).
+class AbstractOperands {
+public:
+    explicit AbstractOperands(const nb::list& operands) : operands_(operands) {}
+
+    Tensor operator()(const char* function, const char* name) {
+        const nb::handle operand = operands_[next_++];
+        if (operand.is_none()) {
+            return Tensor(function, name);
+        }
+        const auto [dtype, sizes] = nb::cast<std::pair<std::string, std::vector<int64_t>>>(operand);
+        static char memory = 0;  // nobody looks at it
+        return Tensor(function, name, dtype_of(function, name, dtype), sizes, &memory, Device{});
+    }
+
+private:
+    const nb::list& operands_;
+    size_t next_ = 0;
+};
+
+// The library checks a call before it looks whether there is work. So these calls have none.
+
+void check_cache_write(
+    const nb::list& operands, const std::string& kv_dtype, const std::string& layout
+) {
+    CacheWriteParams params =
+        parse_cache_write(cache_write_operands(AbstractOperands(operands)), kv_dtype, layout);
+    params.num_tokens = 0;
+    cache_write(params, /*stream=*/0);
+}
+
+void check_paged_attention(
+    const nb::list& operands,
+    int64_t max_seqlen_q,
+    int64_t max_seqlen_k,
+    double softmax_scale,
+    int64_t window_left,
+    int64_t window_right,
+    double softcap,
+    const std::string& kv_dtype,
+    const std::string& layout,
+    int64_t num_splits
+) {
+    AttentionParams params = parse_attention(
+        attention_operands(AbstractOperands(operands)),
+        {
+            .max_seqlen_q = max_seqlen_q,
+            .max_seqlen_k = max_seqlen_k,
+            .softmax_scale = softmax_scale,
+            .window_left = window_left,
+            .window_right = window_right,
+            .softcap = softcap,
+            .kv_dtype = kv_dtype,
+            .layout = layout,
+            .num_splits = num_splits,
+        }
+    );
+    params.batch = 0;
+    params.validate = false;
+    paged_attention(params, /*stream=*/0);
+}
+
+void check_merge_states(const nb::list& operands) {
+    constexpr const char* kFunction = "merge_states";
+    AbstractOperands next(operands);
+    const MergeTensors tensors = {
+        .out_a = next(kFunction, "out_a"),
+        .lse_a = next(kFunction, "lse_a"),
+        .out_b = next(kFunction, "out_b"),
+        .lse_b = next(kFunction, "lse_b"),
+        .out = next(kFunction, "out"),
+        .lse = next(kFunction, "lse"),
+    };
+    MergeStatesParams params = parse_merge(tensors, /*tokens_with_a=*/-1);
+    params.num_tokens = 0;
+    merge_states(params, /*stream=*/0);
+}
+
+}  // namespace
+}  // namespace pagetile
+
+void export_check_calls(nb::module_& m) {
+    m.def(
+        "check_cache_write",
+        &pagetile::check_cache_write,
+        nb::sig(
+            "def check_cache_write(operands: list[tuple[str, tuple[int, ...]] | None], "
+            "kv_dtype: str, layout: str, /) -> None"
+        )
+    );
+    m.def(
+        "check_paged_attention",
+        &pagetile::check_paged_attention,
+        nb::sig(
+            "def check_paged_attention(operands: list[tuple[str, tuple[int, ...]] | None], "
+            "max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_left: int, "
+            "window_right: int, softcap: float, kv_dtype: str, layout: str, num_splits: int, /) "
+            "-> None"
+        )
+    );
+    m.def(
+        "check_merge_states",
+        &pagetile::check_merge_states,
+        nb::sig(
+            "def check_merge_states(operands: list[tuple[str, tuple[int, ...]] | None], /) -> None"
+        )
+    );
+}
