@@ -55,8 +55,9 @@ int32_t num_chains(int64_t num_kv_heads, int num_sms) {
 //
 // Where a batch has both, the others are most likely single tokens: shape.rows fits those, and what
 // has more rows than they or a tile goes to the prefill kernel, too.
-int32_t
-long_rows(const PlanParams& params, const PlanShape& shape, int64_t max_q_len, const Gpu& gpu) {
+int32_t long_rows(
+    const PlanParams& params, const PlanShape& shape, int64_t max_q_len, const Gpu& gpu
+) {
     constexpr int32_t kMostHeads = 128;  // of a group, in a tile
     const int64_t rows = max_q_len * shape.group;
     const bool may_be_long = max_q_len <= 0 || rows > kLongRows;

@@ -35,7 +35,7 @@ struct PlanShape {
     int32_t chains = 1;           // workers side by side
     int32_t heads_per_chain = 1;  // KV heads of a chain, one after the other
     int32_t lanes = 1;            // workers of a chain, at most kMaxLanes
-    int32_t long_rows = -1;  // sequences of more packed rows are not in the plan; -1: all are
+    int32_t long_rows = -1;       // sequences of more packed rows are not in the plan; -1: all are
     // Where another kernel works at those at the same time: the multiprocessors that both share, and
     // the time of one of them, in picoseconds, over a unit of this plan and over a pair of query token
     // and key of theirs. 0: it has them all, before or after.

@@ -197,8 +197,8 @@ void set_schedule(
 constexpr int64_t kBytesInCache = 32 << 20;  // of keys and values, of an L2 cache of 50 MB (H200)
 
 PrefillShape prefill_shape(const AttentionParams& params, const PlanShape& shape, int32_t rows) {
-    const int64_t key_bytes = (params.head_dim + params.head_dim_v) *
-                              static_cast<int64_t>(dtype_size(params.kv_dtype));
+    const int64_t key_bytes =
+        (params.head_dim + params.head_dim_v) * static_cast<int64_t>(dtype_size(params.kv_dtype));
     return {
         .tokens = rows / shape.group,
         .num_kv_heads = static_cast<int32_t>(params.num_kv_heads),

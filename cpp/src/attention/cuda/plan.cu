@@ -251,9 +251,7 @@ __global__ void __launch_bounds__(kThreads, 1) plan_kernel(
         reinterpret_cast<int4*>(params.plan)[i] = from[i];
     }
     if (params.shape.num_sms > 0 && threadIdx.x == 0) {
-        *reinterpret_cast<PlanTail*>(params.plan + params.shape.lanes) = {
-            shared.prefill_ctas, {}
-        };
+        *reinterpret_cast<PlanTail*>(params.plan + params.shape.lanes) = {shared.prefill_ctas, {}};
     }
 }
 

@@ -63,10 +63,7 @@ public:
         item.batch_idx = first_sequence_ + lane;
         item.sequence = make_sequence(params_, fetch_sequence(params_, item.batch_idx));
         const PrefillPlace place = prefill_place(
-            shape_,
-            item.sequence.q_len,
-            item.sequence.kv_len,
-            here - (lane > 0 ? begin : 0)
+            shape_, item.sequence.q_len, item.sequence.kv_len, here - (lane > 0 ? begin : 0)
         );
         item.kv_head = place.kv_head;
         item.first_token = place.tile * shape_.tokens;

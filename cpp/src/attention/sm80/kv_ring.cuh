@@ -52,29 +52,29 @@ struct RowCopy {
     static constexpr bool kAllLanes = kRows * kChunks == 32;
 };
 
-    // 16 bytes of a row, an element at a time: odd addresses, rows in chunks.
-    template <int kElement>
-    static __device__ uint4
-    load_elements(const gpu::KvSide& side, const char* row, int first, bool is_there) {
-        uint32_t words[4] = {0, 0, 0, 0};
+// 16 bytes of a row, an element at a time: odd addresses, rows in chunks.
+template <int kElement>
+static __device__ uint4
+load_elements(const gpu::KvSide& side, const char* row, int first, bool is_there) {
+    uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll 1
-        for (int d = first; d < first + 16 / kElement; ++d) {
-            uint32_t value = 0;
-            if (is_there && d * kElement < side.row_bytes) {
-                const char* from = row + (d >> side.chunk_log2) * side.chunk_stride +
-                                   (d & ((1 << side.chunk_log2) - 1)) * kElement;
-                value = kElement == 2 ? *reinterpret_cast<const uint16_t*>(from)
-                                      : *reinterpret_cast<const uint8_t*>(from);
-            }
-            // Shifts the element into a place that the loop would else have to index.
-            static constexpr int kBits = 8 * kElement;
-            words[0] = __funnelshift_r(words[0], words[1], kBits);
-            words[1] = __funnelshift_r(words[1], words[2], kBits);
-            words[2] = __funnelshift_r(words[2], words[3], kBits);
-            words[3] = words[3] >> kBits | value << (32 - kBits);
+    for (int d = first; d < first + 16 / kElement; ++d) {
+        uint32_t value = 0;
+        if (is_there && d * kElement < side.row_bytes) {
+            const char* from = row + (d >> side.chunk_log2) * side.chunk_stride +
+                               (d & ((1 << side.chunk_log2) - 1)) * kElement;
+            value = kElement == 2 ? *reinterpret_cast<const uint16_t*>(from)
+                                  : *reinterpret_cast<const uint8_t*>(from);
         }
-        return make_uint4(words[0], words[1], words[2], words[3]);
+        // Shifts the element into a place that the loop would else have to index.
+        static constexpr int kBits = 8 * kElement;
+        words[0] = __funnelshift_r(words[0], words[1], kBits);
+        words[1] = __funnelshift_r(words[1], words[2], kBits);
+        words[2] = __funnelshift_r(words[2], words[3], kBits);
+        words[3] = words[3] >> kBits | value << (32 - kBits);
     }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
 
 template <class Config>
 class KvRing {
@@ -367,9 +367,7 @@ private:
 
     // Small pages, the ends of what is visible, other alignments, rows in chunks. Out of the way of
     // the loop: instructions that are jumped over are fetched, too.
-    static __device__ __noinline__ void copy_some(
-        const KernelParams& params, Some some, char* to
-    ) {
+    static __device__ __noinline__ void copy_some(const KernelParams& params, Some some, char* to) {
         copy_some_rows<KLayout, kRowBytesK>(params, params.kv[0], some, to);
         copy_some_rows<VLayout, kRowBytesV>(params, params.kv[1], some, to + kKeys * kRowBytesK);
     }

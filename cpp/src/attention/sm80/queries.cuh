@@ -24,8 +24,7 @@ __device__ __forceinline__ int32_t num_rows(const KernelParams& params, const It
 }
 
 // Rows behind the last one are taken for it; whatever they compute is dropped.
-__device__ __forceinline__ Row
-find_row(const KernelParams& params, const Item& item, int32_t row) {
+__device__ __forceinline__ Row find_row(const KernelParams& params, const Item& item, int32_t row) {
     const int32_t last = max(num_rows(params, item) - 1, 0);
     uint32_t in_group;
     const uint32_t token = params.group(in_group, static_cast<uint32_t>(min(row, last)));

@@ -106,7 +106,8 @@ void launch_split_kv(
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};
     config.attrs = attributes;
-    if ((params.pdl || params.plan_waits || params.joins) && launch.is_hopper.load(std::memory_order_relaxed)) {
+    if ((params.pdl || params.plan_waits || params.joins) &&
+        launch.is_hopper.load(std::memory_order_relaxed)) {
         attributes[config.numAttrs++] = programmatic_launch();
     }
     if (params.in_clusters) {

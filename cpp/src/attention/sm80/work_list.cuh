@@ -3,9 +3,9 @@
 // What a CTA has to do, one item after the other: it walks its lane of the plan. Whole warps call
 // it, and every warp of a CTA comes to the same items.
 
+#include "attention/cuda/sequences.cuh"
 #include "attention/dispatch.h"
 #include "attention/plan.h"
-#include "attention/cuda/sequences.cuh"
 
 #include <cstdint>
 
@@ -139,8 +139,7 @@ public:
     }
 
 private:
-    static __device__ __forceinline__ LaneWork
-    load_lane(const KernelParams& params, int32_t lane) {
+    static __device__ __forceinline__ LaneWork load_lane(const KernelParams& params, int32_t lane) {
         LaneWork work;
         const auto* from = reinterpret_cast<const int4*>(params.plan + lane);
         auto* to = reinterpret_cast<int4*>(&work);

@@ -27,9 +27,8 @@ public:
     // scores, where there are registers for both (H200: 3 % of the time where items are short).
     static constexpr bool kStoresLate = Config::kHeadDim == 128 && !Config::kTransforms;
 
-    __device__ __forceinline__ Consumer(
-        const gpu::KernelParams& params, Storage& shared, int warpgroup
-    )
+    __device__ __forceinline__
+    Consumer(const gpu::KernelParams& params, Storage& shared, int warpgroup)
         : params_(params),
           shared_(shared),
           items_(shared),
@@ -57,8 +56,8 @@ public:
         softmax_.step(scores_, factor_);
         pack_weights();
 
-        int32_t is_new = 1;    // no values have been added yet
-        int32_t is_clean = 1;  // and none has been left out
+        int32_t is_new = 1;                  // no values have been added yet
+        int32_t is_clean = 1;                // and none has been left out
         const PrefillItem* ended = nullptr;  // and its results are not stored yet
         float largest[2];
         float sum[2];
@@ -92,7 +91,8 @@ public:
                 }
                 softmax_.begin();
             }
-            cute::warpgroup_arrive();  // again: else ptxas adds one in a branch, and waits everywhere
+            cute::
+                warpgroup_arrive();  // again: else ptxas adds one in a branch, and waits everywhere
             start_values(is_new == 0);
             const int32_t next_at_edge = is_at_edge(*next, next_tile);
             cute::warpgroup_wait<1>();
@@ -161,11 +161,11 @@ private:
     __device__ __forceinline__ void start_scores() {
         constexpr int kSteps = Config::kHeadDim / 16;
         constexpr int kStepsOfSlab = kSlabElements / 16;
-        const Operand q =
-            Operand::at(shared_.q[0], 16).plus(
-                num_queries_ % kBuffers * Config::kQueryBytes +
-                static_cast<uint32_t>(warpgroup_ * 64 * kSlabBytes)
-            );
+        const Operand q = Operand::at(shared_.q[0], 16)
+                              .plus(
+                                  num_queries_ % kBuffers * Config::kQueryBytes +
+                                  static_cast<uint32_t>(warpgroup_ * 64 * kSlabBytes)
+                              );
         const Operand k =
             Operand::at(shared_.k[0], 16).plus(static_cast<uint32_t>(k_.index * Config::kKeyBytes));
 #pragma unroll
@@ -287,7 +287,7 @@ private:
     ItemReader<Config> items_;
     Rows rows_;
     int warpgroup_;
-    float factor_;  // from scores to log2 units
+    float factor_;              // from scores to log2 units
     uint32_t num_queries_ = 0;  // items whose queries are no longer needed
     RingPlace<kStages> k_;
     RingPlace<kStages> v_;

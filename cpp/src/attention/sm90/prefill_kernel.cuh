@@ -62,11 +62,9 @@ __device__ __forceinline__ void produce(
 }
 
 template <class Element, int kHeadDim, int kHeadDimV, bool kTransforms>
-__global__ void
-__launch_bounds__(prefill_tile(kHeadDim, kHeadDimV, kTransforms).num_threads(), 1)
-prefill_kernel(
-    const __grid_constant__ PrefillParams params
-) {
+__global__ void __launch_bounds__(
+    prefill_tile(kHeadDim, kHeadDimV, kTransforms).num_threads(), 1
+) prefill_kernel(const __grid_constant__ PrefillParams params) {
     using ThisConfig = Config<Element, kHeadDim, kHeadDimV, kTransforms>;
     constexpr PrefillTile kTile = ThisConfig::kTile;
     extern __shared__ __align__(1024) char dynamic_shared[];

@@ -15,14 +15,18 @@ std::atomic<bool>& is_ready(DType dtype, HeadDims dims, bool transforms, Device 
     static std::atomic<bool> ready[kMaxDevices][kInstances];
     check_device_index(device, kFunction);
     const int dim = dims.k == dims.v ? dims.k / 32 - 2 : 7;  // 64: 0, 96: 1, .. 256: 6
-    return ready[device.index]
-                [(dtype == DType::kFloat16 ? 16 : 0) + (transforms ? 8 : 0) + dim];
+    return ready[device.index][(dtype == DType::kFloat16 ? 16 : 0) + (transforms ? 8 : 0) + dim];
 }
 
 }  // namespace
 
 void launch_prefill(
-    PrefillParams& params, DType dtype, HeadDims dims, int num_ctas, Device device, cudaStream_t stream
+    PrefillParams& params,
+    DType dtype,
+    HeadDims dims,
+    int num_ctas,
+    Device device,
+    cudaStream_t stream
 ) {
     const bool transforms = params.call.transforms;
     const PrefillInstance instance = dtype == DType::kFloat16
@@ -33,9 +37,7 @@ void launch_prefill(
         const RelaxedCapture relaxed(kFunction);
         check_launch(
             cudaFuncSetAttribute(
-                instance.kernel,
-                cudaFuncAttributeMaxDynamicSharedMemorySize,
-                instance.shared_memory
+                instance.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, instance.shared_memory
             ),
             kFunction,
             device

@@ -3,8 +3,6 @@
 #include "attention/dispatch.h"
 #include "attention/sm90/prefill_params.h"
 #include "attention/sm90/tile_shapes.h"
-#include "attention/sm90/prefill_params.h"
-#include "attention/sm90/tile_shapes.h"
 #include "pagetile/device.h"
 #include "pagetile/dtype.h"
 
@@ -13,9 +11,7 @@
 namespace pagetile::sm90 {
 
 // The head dimensions of the instance that serves these: whole slabs of 64.
-constexpr HeadDims prefill_dims(HeadDims dims) {
-    return dims.k == 96 ? HeadDims{128, 128} : dims;
-}
+constexpr HeadDims prefill_dims(HeadDims dims) { return dims.k == 96 ? HeadDims{128, 128} : dims; }
 
 struct PrefillInstance {
     const void* kernel;
@@ -31,7 +27,12 @@ PrefillInstance prefill_bfloat16_t(HeadDims dims, bool transforms);
 bool describe_tensors(PrefillParams& params, DType dtype, HeadDims dims);
 
 void launch_prefill(
-    PrefillParams& params, DType dtype, HeadDims dims, int num_ctas, Device device, cudaStream_t stream
+    PrefillParams& params,
+    DType dtype,
+    HeadDims dims,
+    int num_ctas,
+    Device device,
+    cudaStream_t stream
 );
 
 }  // namespace pagetile::sm90

@@ -14,16 +14,16 @@ struct PrefillParams {
     CUtensorMap k;  // {head_dim, token, KV head, page}; a box is a slab of box_rows keys
     CUtensorMap v;  // likewise; or {64, token, slab, KV head, page}, a box all slabs of 16 keys
     bool v_in_one_box;
-    int32_t box_rows;       // 16, or 8 where pages are no multiple of 16
+    int32_t box_rows;        // 16, or 8 where pages are no multiple of 16
     int32_t granules_on[2];  // 16 and 32 keys, less whole pages
     int32_t page_end;        // a page's keys; packed rows have no end
     int32_t query_bytes;     // of a tile's boxes
     gpu::KernelParams call;
     PrefillShape schedule;
-    uint32_t* next_item;  // 0 between launches
+    uint32_t* next_item;      // 0 between launches
     const int32_t* num_ctas;  // of this launch that have work; null: all
-    bool waits_for_plan;  // launched before the kernel that writes num_ctas has ended
-    bool waits_for_inputs;  // launched before the kernel that writes Q, K and V has ended
+    bool waits_for_plan;      // launched before the kernel that writes num_ctas has ended
+    bool waits_for_inputs;    // launched before the kernel that writes Q, K and V has ended
 };
 
 }  // namespace pagetile::sm90

@@ -32,9 +32,7 @@ find_page(const PrefillParams& params, const PrefillItem& item, int tile) {
     }
     uint32_t offset;
     const uint32_t page = params.call.page_size(offset, static_cast<uint32_t>(key));
-    return __ldg(
-        params.call.block_table + item.batch_idx * params.call.block_table_stride + page
-    );
+    return __ldg(params.call.block_table + item.batch_idx * params.call.block_table_stride + page);
 }
 
 // Where in its page a key lies; packed rows are all one page.
@@ -246,7 +244,8 @@ public:
                 ClusterBarrier::arrive(&shared_.item_full[turn % kItems]);
             }
             if (!found) {
-                if (number == items.count() + num_ctas_with_work(params_) - 1 && threadIdx.x % 32 == 0) {
+                if (number == items.count() + num_ctas_with_work(params_) - 1 &&
+                    threadIdx.x % 32 == 0) {
                     *params_.next_item = 0;  // this was the last of all claims
                 }
                 return;

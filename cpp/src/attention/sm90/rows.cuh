@@ -44,9 +44,8 @@ struct Visible {
 };
 
 template <class Config>
-__device__ __forceinline__ Visible visible_in_tile(
-    const PlanShape& shape, const PrefillItem& item, int32_t token, int32_t tile
-) {
+__device__ __forceinline__ Visible
+visible_in_tile(const PlanShape& shape, const PrefillItem& item, int32_t token, int32_t tile) {
     // As visible_keys(), with the sequence's last query at its last key.
     const int32_t diagonal = diagonal_of(item) + token;
     Visible keys = {0, item.sequence.kv_len};
@@ -187,8 +186,7 @@ public:
         for (int j = 0; j < kScores; j += 4) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                scores[j + i] =
-                    ptx::exp2_in_place(fmaf(scores[j + i], factor, -reference[i / 2]));
+                scores[j + i] = ptx::exp2_in_place(fmaf(scores[j + i], factor, -reference[i / 2]));
                 part[i / 2][i % 2] += scores[j + i];
             }
         }

@@ -15,9 +15,9 @@
 
 namespace pagetile::sm90 {
 
-using gpu::kWarp;
 using cutlass::arch::ClusterBarrier;
 using cutlass::arch::ClusterTransactionBarrier;
+using gpu::kWarp;
 
 // kTransforms: scores need more than a positive factor. (A test of that in each tile takes 1 % of the
 // time at head_dim 128, 2.4 % at 64: H200.)
@@ -81,7 +81,7 @@ __device__ __forceinline__ void wait(const uint64_t* barrier, uint32_t turn) {
 
 // Warps of the producer warpgroup.
 enum class Role : int {
-    kKeys = 0,     // even boxes
+    kKeys = 0,  // even boxes
     kValues = 1,
     kSchedule = 2,  // and queries
     kMoreKeys = 3,  // odd boxes

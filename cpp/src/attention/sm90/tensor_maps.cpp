@@ -115,7 +115,8 @@ bool describe_tensors(PrefillParams& params, DType dtype, HeadDims dims) {
         return false;
     }
     params.box_rows = is_packed || tokens % kGranule == 0 ? kGranule : 8;
-    params.page_end = is_packed ? std::numeric_limits<int32_t>::max() : static_cast<int32_t>(tokens);
+    params.page_end =
+        is_packed ? std::numeric_limits<int32_t>::max() : static_cast<int32_t>(tokens);
     params.granules_on[0] = static_cast<int32_t>(kGranule) % params.page_end;
     params.granules_on[1] = static_cast<int32_t>(2 * kGranule) % params.page_end;
     params.v_in_one_box = params.box_rows == kGranule && call.head_dim_v % kSlab == 0;
@@ -146,28 +147,27 @@ bool describe_tensors(PrefillParams& params, DType dtype, HeadDims dims) {
           {num_kv_heads, k.head_stride, 1},
           {pages, k.page_stride, 1}}}
     );
-    const bool has_values = params.v_in_one_box
-                                ? describe<5>(
-                                      params.v,
-                                      dtype,
-                                      v.data,
-                                      {{{kSlab, 2, kSlab},
-                                        {tokens, v.token_stride, kGranule},
-                                        {call.head_dim_v / kSlab,
-                                         kSlab * 2,
-                                         static_cast<uint32_t>(dims.v) / kSlab},
-                                        {num_kv_heads, v.head_stride, 1},
-                                        {pages, v.page_stride, 1}}}
-                                  )
-                                : describe<4>(
-                                      params.v,
-                                      dtype,
-                                      v.data,
-                                      {{{call.head_dim_v, 2, kSlab},
-                                        {tokens, v.token_stride, rows},
-                                        {num_kv_heads, v.head_stride, 1},
-                                        {pages, v.page_stride, 1}}}
-                                  );
+    const bool has_values =
+        params.v_in_one_box
+            ? describe<5>(
+                  params.v,
+                  dtype,
+                  v.data,
+                  {{{kSlab, 2, kSlab},
+                    {tokens, v.token_stride, kGranule},
+                    {call.head_dim_v / kSlab, kSlab * 2, static_cast<uint32_t>(dims.v) / kSlab},
+                    {num_kv_heads, v.head_stride, 1},
+                    {pages, v.page_stride, 1}}}
+              )
+            : describe<4>(
+                  params.v,
+                  dtype,
+                  v.data,
+                  {{{call.head_dim_v, 2, kSlab},
+                    {tokens, v.token_stride, rows},
+                    {num_kv_heads, v.head_stride, 1},
+                    {pages, v.page_stride, 1}}}
+              );
     return has_queries && has_keys && has_values;
 }
 

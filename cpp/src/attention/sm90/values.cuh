@@ -50,8 +50,8 @@ public:
         for_each_chunk(values, in_tile(item.sequence.kv_len), Config::kKeys, [](uint4& bytes) {
             bytes = {0, 0, 0, 0};  // all warpgroups write the same
         });
-        const bool found = has_non_finite(values, 0, begin_of_all) ||
-                           has_non_finite(values, end_of_all, end);
+        const bool found =
+            has_non_finite(values, 0, begin_of_all) || has_non_finite(values, end_of_all, end);
         cutlass::arch::fence_view_async_shared();
         if (!ptx::any_at_barrier(static_cast<int>(Barrier::kWarpgroup) + warpgroup, 128, found))
             [[likely]] {
@@ -95,7 +95,9 @@ private:
 
     // 0 times what is not finite is a NaN, and a sum with a NaN is one. Four loads at a time, for the
     // latency of one.
-    static __device__ __forceinline__ bool has_non_finite(char* values, int32_t begin, int32_t end) {
+    static __device__ __forceinline__ bool has_non_finite(
+        char* values, int32_t begin, int32_t end
+    ) {
         constexpr int kAtOnce = 4;
         const auto me = static_cast<int32_t>(threadIdx.x % 128);
         uint32_t sum = 0;
@@ -184,22 +186,16 @@ private:
             const auto token =
                 static_cast<int32_t>(params.group(in_group, static_cast<uint32_t>(row)));
             const KeyRange keys = visible_keys(
-                params.shape,
-                item.sequence.q_len,
-                item.sequence.kv_len,
-                item.first_token + token
+                params.shape, item.sequence.q_len, item.sequence.kv_len, item.first_token + token
             );
             if (token >= item.num_tokens || key < keys.begin || key >= keys.end) {
                 continue;
             }
             const int64_t q_row = item.sequence.q_begin + item.first_token + token;
-            const int64_t head =
-                item.kv_head * params.shape.group + static_cast<int64_t>(in_group);
+            const int64_t head = item.kv_head * params.shape.group + static_cast<int64_t>(in_group);
             auto* out = static_cast<uint16_t*>(params.out) + q_row * params.out_row_stride +
                         head * params.out_head_stride + column;
-            *out = static_cast<uint16_t>(
-                pack(Element{}, unpack(Element{}, *out, 0) + value, 0.0f)
-            );
+            *out = static_cast<uint16_t>(pack(Element{}, unpack(Element{}, *out, 0) + value, 0.0f));
         }
     }
 
@@ -214,8 +210,7 @@ private:
         }
         uint32_t offset;
         const uint32_t index = params.page_size(offset, static_cast<uint32_t>(key));
-        const int32_t page =
-            params.block_table[item.batch_idx * params.block_table_stride + index];
+        const int32_t page = params.block_table[item.batch_idx * params.block_table_stride + index];
         if (page < 0 || page >= params.num_pages) {
             return nullptr;
         }

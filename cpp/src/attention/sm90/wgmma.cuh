@@ -25,9 +25,9 @@ namespace pagetile::sm90 {
 using cute::SM90::GMMA::Major;
 using cute::SM90::GMMA::ScaleOut;
 
-inline constexpr int kSlabBytes = 128;        // of a row in a slab
-inline constexpr int kSlabElements = 64;      // of 16 bits
-inline constexpr int kGranule = 16;           // keys of a box of TMA, and of one product with V
+inline constexpr int kSlabBytes = 128;    // of a row in a slab
+inline constexpr int kSlabElements = 64;  // of 16 bits
+inline constexpr int kGranule = 16;       // keys of a box of TMA, and of one product with V
 inline constexpr int kGranuleBytes = kGranule * kSlabBytes;
 
 // An operand's place: where it begins, in 16 bytes, and from there to the next slab along its dense
@@ -73,9 +73,7 @@ __device__ __forceinline__ uint32_t pack(cutlass::bfloat16_t, float low, float h
 // sum + 0 * pair, two at a time.
 __device__ __forceinline__ uint32_t add_times_zero(cutlass::half_t, uint32_t pair, uint32_t sum) {
     const __half2 result = __hfma2(
-        reinterpret_cast<const __half2&>(pair),
-        __half2{},
-        reinterpret_cast<const __half2&>(sum)
+        reinterpret_cast<const __half2&>(pair), __half2{}, reinterpret_cast<const __half2&>(sum)
     );
     return reinterpret_cast<const uint32_t&>(result);
 }
@@ -119,13 +117,8 @@ __device__ __forceinline__ void multiply_keys(
     Operand q, Operand k, float (&scores)[kN / 2], bool adds
 ) {
     using Tile = cute::Shape<cute::_64, cute::Int<kN>, cute::_16>;
-    using Op = decltype(cute::SM90::GMMA::ss_op_selector<
-                        Element,
-                        Element,
-                        float,
-                        Tile,
-                        Major::K,
-                        Major::K>());
+    using Op = decltype(cute::SM90::GMMA::
+                            ss_op_selector<Element, Element, float, Tile, Major::K, Major::K>());
     multiply_shared<Op>(
         q.descriptor(),
         k.descriptor(),
@@ -141,13 +134,8 @@ __device__ __forceinline__ void multiply_values(
     const uint32_t* weights, Operand v, float (&out)[kN / 2], bool adds
 ) {
     using Tile = cute::Shape<cute::_64, cute::Int<kN>, cute::_16>;
-    using Op = decltype(cute::SM90::GMMA::rs_op_selector<
-                        Element,
-                        Element,
-                        float,
-                        Tile,
-                        Major::K,
-                        Major::MN>());
+    using Op = decltype(cute::SM90::GMMA::
+                            rs_op_selector<Element, Element, float, Tile, Major::K, Major::MN>());
     multiply_registers<Op>(
         weights,
         v.descriptor(),
