@@ -1,7 +1,7 @@
 #include "plan.h"
 
 #include "attention/dispatch.h"
-#include "attention/plan.h"
+#include "attention/plan_cuts.h"
 #include "define.h"
 #include "pagetile/error.h"
 #include "tensor.h"

@@ -1,7 +1,7 @@
 // The C++ entry points of plans and workspaces.
 
 #include "attention/dispatch.h"
-#include "attention/plan.h"
+#include "attention/plan_cuts.h"
 #include "common/cpu_kernels.h"
 #include "common/not_built.h"
 #include "pagetile/attention.h"

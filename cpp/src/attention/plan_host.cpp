@@ -1,6 +1,6 @@
 // The plan, serially: for tensors on the CPU, and what the plan kernel is tested against.
 
-#include "attention/plan.h"
+#include "attention/plan_cuts.h"
 
 #include <algorithm>
 #include <vector>

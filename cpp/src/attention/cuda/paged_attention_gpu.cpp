@@ -194,35 +194,102 @@ void set_schedule(
     p.chains = FastDivide(static_cast<uint32_t>(shape.chains));
 }
 
-constexpr int64_t kBytesInCache = 32 << 20;  // of keys and values, of an L2 cache of 50 MB (H200)
+// A call on its way to the launches.
+struct Call {
+    const AttentionParams& params;
+    cudaStream_t stream;
+    Gpu gpu;
+    PlanShape shape;
+    HeadDims dims;
+    WorkspaceOfCall workspace;
+    const LaneWork* plan;  // null: there is none yet
+    KernelParams kernel;
+};
 
-PrefillShape prefill_shape(const AttentionParams& params, const PlanShape& shape, int32_t rows) {
+Call make_call(const AttentionParams& params, cudaStream_t stream) {
+    PlanParams step = plan_params(params);
+    const int64_t capacity = std::min(
+        params.block_table == nullptr ? params.num_pages : params.max_pages * params.page_size,
+        kMaxKeys
+    );
+    step.max_seqlen_k = step.max_seqlen_k > 0 ? std::min(step.max_seqlen_k, capacity) : capacity;
+    const Gpu gpu = gpu_of(params.device);
+    PlanShape shape = plan_shape(step, gpu);
+    shape.max_q_len = static_cast<int32_t>(params.total_q);
+    Call call = {
+        .params = params,
+        .stream = stream,
+        .gpu = gpu,
+        .shape = shape,
+        .dims = built_head_dims(params.head_dim, params.head_dim_v),
+        .workspace = find_workspace(params, shape, stream),
+        .plan = static_cast<const LaneWork*>(params.plan),
+        .kernel = kernel_params(params, capacity),
+    };
+    set_schedule(call.kernel, shape, call.workspace, call.plan);
+    return call;
+}
+
+// Into the workspace.
+void make_plan(Call& call) {
+    auto* made = reinterpret_cast<LaneWork*>(call.workspace.data + call.workspace.layout.plan);
+    launch_plan(
+        {.shape = call.shape,
+         .cu_seqlens_q = call.params.cu_seqlens_q,
+         .seqused_k = call.params.seqused_k,
+         .cu_seqlens_k = call.params.cu_seqlens_k,
+         .plan = made,
+         .pdl = call.params.pdl,
+         .next_waits = true},
+        call.params.device,
+        call.stream
+    );
+    call.plan = made;
+}
+
+PrefillShape prefill_shape(const Call& call, int32_t rows) {
+    constexpr int64_t kBytesInCache = 32 << 20;  // of keys and values; an L2 cache has 50 MB (H200)
+    const AttentionParams& params = call.params;
     const int64_t key_bytes =
         (params.head_dim + params.head_dim_v) * static_cast<int64_t>(dtype_size(params.kv_dtype));
     return {
-        .tokens = rows / shape.group,
+        .tokens = rows / call.shape.group,
         .num_kv_heads = static_cast<int32_t>(params.num_kv_heads),
         .keys_in_cache = static_cast<int32_t>(kBytesInCache / key_bytes),
     };
 }
 
+uint32_t* next_item_of(const Call& call) {
+    return reinterpret_cast<uint32_t*>(call.workspace.data + kCounterBytes - sizeof(uint32_t));
+}
+
+void launch_portable_prefill(const Call& call) {
+    const DType kv_dtype = call.params.kv_dtype;
+    const PrefillSchedule schedule = {
+        prefill_shape(call, sm80::prefill_rows(call.dims, kv_dtype)), next_item_of(call)
+    };
+    sm80::launch_prefill(
+        call.kernel, schedule, kv_dtype, call.dims, call.params.device, call.stream
+    );
+}
+
 #if PAGETILE_HAS_SM90
 
 // The WGMMA kernel's parameters. False: these tensors are not for it.
-bool prefill_params(
-    sm90::PrefillParams& prefill, const AttentionParams& params, const KernelParams& call
-) {
-    if (params.kv_dtype != params.q_dtype) {
+bool describe_wgmma_prefill(const Call& call, sm90::PrefillParams& prefill) {
+    const AttentionParams& params = call.params;
+    if (call.shape.long_rows < 0 || !call.gpu.has_wgmma || params.kv_dtype != params.q_dtype) {
         return false;
     }
-    const HeadDims dims = sm90::prefill_dims(built_head_dims(params.head_dim, params.head_dim_v));
-    prefill.call = call;
+    const HeadDims dims = sm90::prefill_dims(call.dims);
+    prefill.call = call.kernel;
     prefill.call.out_is_aligned = is_aligned(params.out, 16) &&
                                   is_multiple(params.out_row_stride, 8) &&
                                   is_multiple(params.out_head_stride, 8);
     prefill.schedule = prefill_shape(
-        params, call.shape, sm90::prefill_tile(dims.k, dims.v, call.transforms).rows()
+        call, sm90::prefill_tile(dims.k, dims.v, call.kernel.transforms).rows()
     );
+    prefill.next_item = next_item_of(call);
     if (!sm90::describe_tensors(prefill, params.q_dtype, dims)) {
         return false;
     }
@@ -230,6 +297,27 @@ bool prefill_params(
         prefill.call.page_size = FastDivide(std::numeric_limits<int32_t>::max());
     }
     return true;
+}
+
+// If the plan shares the multiprocessors out, the next kernel runs beside this one.
+void launch_wgmma_prefill(Call& call, sm90::PrefillParams& prefill) {
+    prefill.pdl = call.kernel.pdl;
+    if (call.shape.num_sms > 0) {
+        const auto* tail = reinterpret_cast<const PlanTail*>(call.plan + call.shape.lanes);
+        prefill.num_ctas = &tail->prefill_ctas;
+        // What this kernel waits for, is there when that one may start.
+        call.kernel.joins = true;
+        call.kernel.plan_waits = false;
+        call.kernel.pdl = false;
+    }
+    sm90::launch_prefill(
+        prefill,
+        call.params.q_dtype,
+        sm90::prefill_dims(call.dims),
+        call.gpu.num_sms,
+        call.params.device,
+        call.stream
+    );
 }
 
 #endif
@@ -242,94 +330,43 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
         return;
     }
     const DeviceGuard guard(params.device, kFunction);
-
-    // Schedule
-    PlanParams step = plan_params(params);
-    const int64_t capacity = std::min(
-        params.block_table == nullptr ? params.num_pages : params.max_pages * params.page_size,
-        kMaxKeys
-    );
-    step.max_seqlen_k = step.max_seqlen_k > 0 ? std::min(step.max_seqlen_k, capacity) : capacity;
-    const Gpu gpu = gpu_of(params.device);
-    PlanShape shape = plan_shape(step, gpu);
-    shape.max_q_len = static_cast<int32_t>(params.total_q);
-    const HeadDims dims = built_head_dims(params.head_dim, params.head_dim_v);
-    KernelParams p = kernel_params(params, capacity);
-    const WorkspaceOfCall workspace = find_workspace(params, shape, stream);
-    const auto* plan = static_cast<const LaneWork*>(params.plan);
-    set_schedule(p, shape, workspace, plan);
+    Call call = make_call(params, stream);
     bool has_wgmma = false;
 #if PAGETILE_HAS_SM90
     sm90::PrefillParams prefill = {};
-    has_wgmma = shape.long_rows >= 0 && gpu.has_wgmma && prefill_params(prefill, params, p);
+    has_wgmma = describe_wgmma_prefill(call, prefill);
 #endif
-    if (shape.num_sms > 0 && !has_wgmma) {
-        shape.num_sms = 0;
-        plan = nullptr;  // it leaves multiprocessors to a kernel that does not run
+    if (call.shape.num_sms > 0 && !has_wgmma) {
+        call.shape.num_sms = 0;
+        call.plan = nullptr;  // it leaves multiprocessors to a kernel that does not run
     }
     // The plan of the call lies in the stream's workspace until the kernel behind it has run: no other
     // thread may launch one in between.
     static std::mutex planning;
     std::unique_lock<std::mutex> lock;
-    const bool plans = plan == nullptr && shape.long_rows != 0;
+    const bool plans = call.plan == nullptr && call.shape.long_rows != 0;
     if (plans) {
         lock = std::unique_lock(planning);
-        auto* made = reinterpret_cast<LaneWork*>(workspace.data + workspace.layout.plan);
-        launch_plan(
-            {.shape = shape,
-             .cu_seqlens_q = params.cu_seqlens_q,
-             .seqused_k = params.seqused_k,
-             .cu_seqlens_k = params.cu_seqlens_k,
-             .plan = made,
-             .pdl = params.pdl,
-             .next_waits = true},
-            params.device,
-            stream
-        );
-        plan = made;
+        make_plan(call);
     }
-    set_schedule(p, shape, workspace, plan);
-    p.plan_waits = plans;
-    p.pdl = params.pdl && !plans;
-    if (shape.long_rows >= 0) {
-        auto* next_item =
-            reinterpret_cast<uint32_t*>(workspace.data + kCounterBytes - sizeof(uint32_t));
+    set_schedule(call.kernel, call.shape, call.workspace, call.plan);
+    call.kernel.plan_waits = plans;
+    call.kernel.pdl = params.pdl && !plans;
+    if (has_wgmma) {
 #if PAGETILE_HAS_SM90
-        if (has_wgmma) {
-            prefill.next_item = next_item;
-            prefill.waits_for_inputs = p.pdl;
-            if (shape.num_sms > 0) {
-                prefill.num_ctas =
-                    &reinterpret_cast<const PlanTail*>(plan + shape.lanes)->prefill_ctas;
-                // What the prefill kernel waits for, is there when this one may start.
-                p.joins = true;
-                p.plan_waits = false;
-                p.pdl = false;
-            }
-            sm90::launch_prefill(
-                prefill,
-                params.q_dtype,
-                sm90::prefill_dims(dims),
-                gpu.num_sms,
-                params.device,
-                stream
-            );
-        }
+        launch_wgmma_prefill(call, prefill);
 #endif
-        if (!has_wgmma) {
-            const PrefillSchedule schedule = {
-                prefill_shape(params, shape, sm80::prefill_rows(dims, params.kv_dtype)), next_item
-            };
-            sm80::launch_prefill(p, schedule, params.kv_dtype, dims, params.device, stream);
-        }
-        if (shape.long_rows == 0) {
-            return;
-        }
+    } else if (call.shape.long_rows >= 0) {
+        launch_portable_prefill(call);
+    }
+    if (call.shape.long_rows == 0) {
+        return;
     }
     // What the plan was made for is a bound, but not one that has been checked. In a programmatic
     // chain clusters find no place beside the kernel before (H200: 16 us for 13 without the chain).
-    p.in_clusters = shape.in_clusters && !p.pdl && params.total_q * shape.group <= shape.rows;
-    sm80::launch_split_kv(p, params.kv_dtype, dims, params.device, stream);
+    call.kernel.in_clusters = call.shape.in_clusters && !call.kernel.pdl &&
+                              params.total_q * call.shape.group <= call.shape.rows;
+    sm80::launch_split_kv(call.kernel, params.kv_dtype, call.dims, params.device, stream);
 }
 
 }  // namespace pagetile::gpu

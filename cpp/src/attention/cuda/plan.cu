@@ -2,7 +2,7 @@
 // writes, byte for byte.
 
 #include "attention/cuda/attention_gpu.h"
-#include "attention/plan.h"
+#include "attention/plan_cuts.h"
 #include "common/cuda.h"
 #include "common/ptx.cuh"
 

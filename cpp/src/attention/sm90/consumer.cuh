@@ -91,8 +91,8 @@ public:
                 }
                 softmax_.begin();
             }
-            cute::
-                warpgroup_arrive();  // again: else ptxas adds one in a branch, and waits everywhere
+            // Again: else ptxas adds one in a branch, and makes every product wait for the one before.
+            cute::warpgroup_arrive();
             start_values(is_new == 0);
             const int32_t next_at_edge = is_at_edge(*next, next_tile);
             cute::warpgroup_wait<1>();

@@ -70,11 +70,8 @@ __global__ void __launch_bounds__(
     extern __shared__ __align__(1024) char dynamic_shared[];
     auto& shared = *reinterpret_cast<Shared<ThisConfig>*>(dynamic_shared);
     begin_barriers(shared);
-    if (params.waits_for_plan) {
-        ptx::wait_for_dependencies();
-    }
     const bool has_work = blockIdx.x < num_ctas_with_work(params);
-    if (params.waits_for_inputs) {
+    if (params.pdl) {
         ptx::wait_for_dependencies();
     }
     ptx::launch_dependents();

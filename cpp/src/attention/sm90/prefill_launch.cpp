@@ -51,7 +51,7 @@ void launch_prefill(
     config.dynamicSmemBytes = static_cast<size_t>(instance.shared_memory);
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = params.waits_for_plan || params.waits_for_inputs ? 1 : 0;
+    config.numAttrs = params.pdl ? 1 : 0;
     void* arguments[] = {&params};
     check_launch(cudaLaunchKernelExC(&config, instance.kernel, arguments), kFunction, device);
 }

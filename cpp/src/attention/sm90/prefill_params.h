@@ -22,8 +22,7 @@ struct PrefillParams {
     PrefillShape schedule;
     uint32_t* next_item;      // 0 between launches
     const int32_t* num_ctas;  // of this launch that have work; null: all
-    bool waits_for_plan;      // launched before the kernel that writes num_ctas has ended
-    bool waits_for_inputs;    // launched before the kernel that writes Q, K and V has ended
+    bool pdl;                 // queries, keys and values are written by a kernel before this one
 };
 
 }  // namespace pagetile::sm90
