@@ -21,11 +21,13 @@ def test_show_config_dicts():
     config = pagetile.show_config("dicts")
     build = config["build"]
     assert build["version"] == metadata.version("pagetile")
-    writes = ["cache_write", "copy_pages"]
+    functions = ["cache_write", "copy_pages", "paged_attention", "merge_states"]
     families = build["families"]
-    assert families["cpu"]["kernels"] == [*writes, "paged_attention", "merge_states"]
-    for name in {"sm80", "sm90"} & set(families):
-        assert families[name]["kernels"] == writes
+    assert families["cpu"]["kernels"] == functions
+    mma = ["split_kv (mma.sync)", "prefill (mma.sync)"]
+    attention = {"sm80": mma, "sm90": [*mma, "prefill (TMA, WGMMA)"]}
+    for name in set(attention) & set(families):
+        assert families[name]["kernels"] == [*functions, *attention[name]]
     assert build["cpu_isa"] in families["cpu"]["targets"]
     assert bool(build["cuda_version"]) == ({"sm80", "sm90"} & set(families) != set())
     assert config["frameworks"]["numpy"] == metadata.version("numpy")
