@@ -278,7 +278,8 @@ void launch_portable_prefill(const Call& call) {
 // The WGMMA kernel's parameters. False: these tensors are not for it.
 bool describe_wgmma_prefill(const Call& call, sm90::PrefillParams& prefill) {
     const AttentionParams& params = call.params;
-    if (call.shape.long_rows < 0 || !call.gpu.has_wgmma || params.kv_dtype != params.q_dtype) {
+    const bool has_16_bits = params.kv_dtype == params.q_dtype && !is_float8(params.q_dtype);
+    if (call.shape.long_rows < 0 || !call.gpu.has_wgmma || !has_16_bits) {
         return false;
     }
     const HeadDims dims = sm90::prefill_dims(call.dims);
