@@ -45,27 +45,29 @@ BuildInfo build_info() {
     info.families.push_back(
         {.name = "sm80",
          .targets = split(PAGETILE_SM80_ARCHITECTURES),
-         .kernels =
-             {"cache_write",
-              "copy_pages",
-              "paged_attention",
-              "merge_states",
-              "split_kv (mma.sync)",
-              "prefill (mma.sync)"}}
+         .kernels = {
+             "cache_write",
+             "copy_pages",
+             "paged_attention",
+             "merge_states",
+             "split_kv (mma.sync)",
+             "prefill (mma.sync)"
+         }}
     );
 #endif
 #if PAGETILE_HAS_SM90
     info.families.push_back(
         {.name = "sm90",
          .targets = split(PAGETILE_SM90_ARCHITECTURES),
-         .kernels =
-             {"cache_write",
-              "copy_pages",
-              "paged_attention",
-              "merge_states",
-              "split_kv (mma.sync)",
-              "prefill (mma.sync)",
-              "prefill (TMA, WGMMA)"}}
+         .kernels = {
+             "cache_write",
+             "copy_pages",
+             "paged_attention",
+             "merge_states",
+             "split_kv (mma.sync)",
+             "prefill (mma.sync)",
+             "prefill (TMA, WGMMA)"
+         }}
     );
 #endif
     return info;

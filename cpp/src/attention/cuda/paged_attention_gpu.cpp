@@ -287,9 +287,8 @@ bool describe_wgmma_prefill(const Call& call, sm90::PrefillParams& prefill) {
     prefill.call.out_is_aligned = is_aligned(params.out, 16) &&
                                   is_multiple(params.out_row_stride, 8) &&
                                   is_multiple(params.out_head_stride, 8);
-    prefill.schedule = prefill_shape(
-        call, sm90::prefill_tile(dims.k, dims.v, call.kernel.transforms).rows()
-    );
+    prefill.schedule =
+        prefill_shape(call, sm90::prefill_tile(dims.k, dims.v, call.kernel.transforms).rows());
     prefill.next_item = next_item_of(call);
     if (!sm90::describe_tensors(prefill, params.q_dtype, dims)) {
         return false;
