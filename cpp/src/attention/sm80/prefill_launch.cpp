@@ -1,5 +1,6 @@
 #include "attention/sm80/prefill_launch.h"
 
+#include "attention/cuda/instance_index.h"
 #include "attention/sm80/prefill_shapes.h"
 #include "common/cuda.h"
 
@@ -31,17 +32,13 @@ struct Launch {
     std::atomic<int> ctas;  // that run at a time
 };
 
-constexpr int kInstances = 4 * 8;
+constexpr int kInstances = gpu::kKvTypes * gpu::kHeadDimPairs;
 
 Launch& launch_of(DType kv_dtype, HeadDims dims, Device device) {
     static Launch launches[kMaxDevices][kInstances];
     check_device_index(device, kFunction);
-    const int type = kv_dtype == DType::kFloat16      ? 0
-                     : kv_dtype == DType::kBFloat16   ? 1
-                     : kv_dtype == DType::kFloat8E4M3 ? 2
-                                                      : 3;
-    const int dim = dims.k == dims.v ? dims.k / 32 - 2 : 7;  // 64: 0, 96: 1, .. 256: 6
-    return launches[device.index][type * 8 + dim];
+    const int instance = gpu::index_of(kv_dtype) * gpu::kHeadDimPairs + gpu::index_of(dims);
+    return launches[device.index][instance];
 }
 
 void prepare(Launch& launch, const void* kernel, HeadDims dims, int element_bytes, Device device) {

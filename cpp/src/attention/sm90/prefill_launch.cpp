@@ -1,5 +1,6 @@
 #include "attention/sm90/prefill_launch.h"
 
+#include "attention/cuda/instance_index.h"
 #include "common/cuda.h"
 
 #include <atomic>
@@ -8,14 +9,14 @@ namespace pagetile::sm90 {
 namespace {
 
 constexpr const char* kFunction = "paged_attention";
-constexpr int kInstances = 2 * 2 * 8;
+constexpr int kInstances = 2 * gpu::kHeadDimPairs * 2;
 
 // Whether an instance may have its shared memory on a device, asked for once.
 std::atomic<bool>& is_ready(DType dtype, HeadDims dims, bool transforms, Device device) {
     static std::atomic<bool> ready[kMaxDevices][kInstances];
     check_device_index(device, kFunction);
-    const int dim = dims.k == dims.v ? dims.k / 32 - 2 : 7;  // 64: 0, 96: 1, .. 256: 6
-    return ready[device.index][(dtype == DType::kFloat16 ? 16 : 0) + (transforms ? 8 : 0) + dim];
+    const int instance = gpu::index_of(dtype) * gpu::kHeadDimPairs + gpu::index_of(dims);
+    return ready[device.index][2 * instance + (transforms ? 1 : 0)];
 }
 
 }  // namespace
