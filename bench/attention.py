@@ -6,17 +6,21 @@ nothing twice. The plan is made ahead, as an engine does once a step; out is giv
 
     us     of one call; of a chain: of one write and one attention
     GB/s   bytes of the visible keys and values, of queries and results
-    floor  the time of those bytes at the rate at which a plain kernel reads, over `us`
+    TF/s   products of queries and keys, and of weights and values
+    floor  the time of those bytes at the rate at which a plain kernel reads, or of those products at
+           690 TFLOP/s, whichever is longer, over `us`
     plan   make_plan, which another kernel of the step may hide
     self   a call without a plan, which plans by itself (with --self)
     host   from Python into the library and back, nothing captured
     err    relative L2 error of a sample of rows against fp32
 
-Suites: decode, uneven, spec, fp8, pages, groups, layouts, qlen, window, invariant, pdl.
+Suites: decode, uneven, spec, fp8, pages, groups, layouts, qlen, window, invariant, pdl; with long
+queries: prefill, mixed, prefill_pages, prefill_qlen, prefill_fp8.
 
     python bench/attention.py                            # decode uneven spec fp8: those with bars
     python bench/attention.py pages layouts --json out.json
     python bench/attention.py decode --match "b64 ctx8192"
+    python bench/attention.py prefill --prefill portable # the portable kernel where WGMMA would do
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ MOST_SETS = 128
 MOST_POOL_BYTES = 24 << 30
 WORST_ERROR = 5e-3
 HOST_BAR = 8.0
+MATRIX_RATE = 690e12  # FLOP/s of a large product of bf16 matrices, H200
 
 # Cases
 
@@ -86,6 +91,17 @@ class Case:
         )
         rows = 2 * sum(self.q_lens) * self.heads[0] * self.head_dim * self.dtype.itemsize
         return sum(seen) * self.token_bytes + rows
+
+
+    @property
+    def flops(self) -> int:
+        pairs = 0
+        for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):
+            last = kv_len if self.window < 0 else min(kv_len, self.window + 1)
+            first = min(last, kv_len - q_len + 1)  # keys that the first token sees
+            rising = last - first
+            pairs += q_len * last - rising * (rising + 1) // 2
+        return 4 * self.heads[0] * self.head_dim * pairs
 
 
 def uniform(batch: int, context: int, q_len: int = 1, name: str = "", **more: Any) -> Case:
@@ -194,6 +210,49 @@ def pdl_cases() -> Iterator[Case]:
                 yield replace(plain, name=name + plain.name, writes=writes, pdl=pdl)
 
 
+def prefill_cases() -> Iterator[Case]:
+    """Their bars are ratios to FlashAttention 3 in the same run: the peers' harness has those."""
+    for q_len, context, batch in (
+        (8192, 8192, 1),
+        (32_768, 32_768, 1),
+        (2048, 2048, 8),
+        (2048, 32_768, 1),
+        (512, 16_384, 4),
+    ):
+        yield uniform(batch, context, q_len, f"q{q_len} ")
+    yield uniform(1, 16_384, 16_384, "q16384 ", heads=(64, 8), head_dim=64)
+    yield uniform(1, 8192, 8192, "q8192 ", heads=(16, 8), head_dim=192)
+    yield uniform(1, 8192, 8192, "q8192 ", heads=(16, 8), head_dim=256)
+
+
+def mixed_cases() -> Iterator[Case]:
+    lens = log_uniform(63, 512, 32_768)
+    yield Case("63 decodes, q2048 of 8192", (*[1] * 63, 2048), (*lens, 8192), bar=700)
+    yield Case("63 decodes", (1,) * 63, lens)
+    yield Case("q2048 of 8192", (2048,), (8192,))
+    yield Case("255 decodes, q512 of 512", (*[1] * 255, 512), (*log_uniform(255, 64, 8192), 512))
+    yield Case("8 decodes, 8 of q1024", (*[1] * 8, *[1024] * 8), (*[4096] * 8, *[1024] * 8))
+
+
+def prefill_page_cases() -> Iterator[Case]:
+    """16 and up should be within 2 % of each other."""
+    for layout in ("NHD", "HND"):
+        for size in (1, 7, 8, 16, 32, 64, 128, 256):
+            yield uniform(1, 8192, 8192, f"page{size} {layout} ", page_size=size, layout=layout)
+
+
+def prefill_length_cases() -> Iterator[Case]:
+    """Where the kernels meet: 64 packed rows are 16 tokens here."""
+    for batch, context in ((1, 8192), (32, 8192)):
+        for q_len in (8, 16, 17, 24, 32, 64, 128, 256):
+            yield uniform(batch, context, q_len, f"q{q_len} ")
+
+
+def prefill_fp8_cases() -> Iterator[Case]:
+    for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        yield uniform(1, 8192, 8192, f"q8192 {SHORT[kv_dtype]} ", kv_dtype=kv_dtype, bar=960)
+
+
 SUITES: dict[str, Callable[[], Iterator[Case]]] = {
     "decode": decode_cases,
     "uneven": uneven_cases,
@@ -206,6 +265,11 @@ SUITES: dict[str, Callable[[], Iterator[Case]]] = {
     "window": window_cases,
     "invariant": invariant_cases,
     "pdl": pdl_cases,
+    "prefill": prefill_cases,
+    "mixed": mixed_cases,
+    "prefill_pages": prefill_page_cases,
+    "prefill_qlen": prefill_length_cases,
+    "prefill_fp8": prefill_fp8_cases,
 }
 WITH_BARS = ("decode", "uneven", "spec", "fp8")
 
@@ -378,6 +442,7 @@ def measure(case: Case, timer: Timer, by_itself: bool) -> dict[str, Any]:
     per_table = len(calls) // len(problem.tables)
     row = {
         "bytes": case.bytes,
+        "flops": case.flops,
         "tables": len(problem.tables),
         "bar_us": case.bar,
         "us": times.median * per_table,
@@ -397,6 +462,7 @@ COLUMNS = (  # key, title, format
     ("us", "us", "9.2f"),
     ("iqr", "IQR", "7.2f"),
     ("gbps", "GB/s", "7.0f"),
+    ("tflops", "TF/s", "7.1f"),
     ("of_floor", "floor", "8.1%"),
     ("plan_us", "plan", "7.2f"),
     ("self_us", "self", "9.2f"),
@@ -424,7 +490,10 @@ class AttentionReport(Report):
 
     def judge(self, row: dict[str, Any]) -> None:
         super().judge(row)
-        row["of_floor"] = row["gbps"] / self.read_gbps
+        row["tflops"] = row["flops"] / row["us"] / 1e6
+        row["of_floor"] = max(
+            row["gbps"] / self.read_gbps, row["flops"] / MATRIX_RATE / (row["us"] * 1e-6)
+        )
 
     def summary(self) -> int:
         """Prints it, and returns the exit status: a missed bar is no failure, a wrong row is."""
@@ -460,6 +529,12 @@ def parse_arguments() -> argparse.Namespace:
         dest="by_itself",
         help="fill the column of calls without a plan",
     )
+    add(
+        "--prefill",
+        choices=("best", "portable", "none"),
+        default="best",
+        help="the kernel for long queries: WGMMA where it may run, the portable one, or split-KV",
+    )
     add("--json", type=pathlib.Path, metavar="FILE", help="write all numbers there")
     arguments = parser.parse_args()
     arguments.suites = arguments.suites or list(WITH_BARS)
@@ -476,6 +551,7 @@ def main() -> int:
         # No failure: `make bench` runs this on machines without a GPU as well.
         print("bench/attention.py: torch sees no CUDA device here, so there is nothing to measure")
         return 0
+    pagetile._C.choose_prefill(arguments.prefill)
     timer = Timer(quick=False)
     timer.seconds = arguments.seconds
     report = AttentionReport(timer, arguments.json)
