@@ -10,10 +10,10 @@ INSTALLED := .pagetile-cuda-$(PAGETILE_CUDA)
 SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake cpp python tools/build_backend -type f ! -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint coverage bench wheel cuda cpp-example clean
+.PHONY: help demo test lint coverage bench wheel cuda cpp-example cpp-example-gpu clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: $(DEMO_VENV)/$(INSTALLED) ## install the CPU build into a new environment and decode a batch over a paged cache
 	$(DEMO_VENV)/bin/python examples/quickstart.py
@@ -38,6 +38,9 @@ cuda: dist/.built ## the same, then check its log for spills, local memory and l
 
 cpp-example: $(VENV)/.tools ## install the C++ library, then build and run examples/cpp against it
 	tools/cpp_example.sh $(VENV)
+
+cpp-example-gpu: dist/.built ## the same with the library of the CUDA wheel; runs on a GPU if there is one
+	tools/cpp_example_gpu.sh $(VENV)
 
 clean: ## remove what was built, the environments too
 	rm -rf build dist $(VENV) $(DEMO_VENV)
