@@ -92,7 +92,6 @@ class Case:
         rows = 2 * sum(self.q_lens) * self.heads[0] * self.head_dim * self.dtype.itemsize
         return sum(seen) * self.token_bytes + rows
 
-
     @property
     def flops(self) -> int:
         pairs = 0
