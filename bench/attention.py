@@ -7,8 +7,8 @@ nothing twice. The plan is made ahead, as an engine does once a step; out is giv
     us     of one call; of a chain: of one write and one attention
     GB/s   bytes of the visible keys and values, of queries and results
     TF/s   products of queries and keys, and of weights and values
-    floor  the time of those bytes at the rate at which a plain kernel reads, or of those products at
-           690 TFLOP/s, whichever is longer, over `us`
+    floor  the time of those bytes at the rate at which a plain kernel reads, or of those products
+           at 690 TFLOP/s, whichever is longer, over `us`
     plan   make_plan, which another kernel of the step may hide
     self   a call without a plan, which plans by itself (with --self)
     host   from Python into the library and back, nothing captured

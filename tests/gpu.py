@@ -1,9 +1,13 @@
-"""What tests of a GPU share: their marks, graphs, and a stream that is busy."""
+"""What tests of a GPU share: their marks, which kernel serves whom, graphs, a busy stream."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+
 import pytest
 import torch
+from pagetile import _C
 
 
 def needs_gpus(count: int):
@@ -11,6 +15,29 @@ def needs_gpus(count: int):
     few = torch.cuda.device_count() < count
     skip = pytest.mark.skipif(few, reason=f"needs {count} CUDA device{'s' * (count > 1)}")
     return lambda test: pytest.mark.gpu(skip(test))
+
+
+def is_long(q_len: int, group: int) -> bool:
+    """Whether a batch_invariant call gives a sequence to the prefill kernel (dispatch.cpp)."""
+    return group <= 128 and q_len * group > 64
+
+
+def one_kernel(device: str, group: int, *q_lens: int) -> bool:
+    """Whether sequences of so many queries must have the same bits in batch_invariant calls.
+
+    The CPU has one kernel. A GPU's split-KV and prefill kernels add in other orders.
+    """
+    return device == "cpu" or len({is_long(q_len, group) for q_len in q_lens}) == 1
+
+
+@contextlib.contextmanager
+def prefill_by(kernel: str):
+    """Long queries go to the best kernel, to the portable one, or (none) to the split-KV kernel."""
+    _C.choose_prefill(kernel)
+    try:
+        yield
+    finally:
+        _C.choose_prefill(os.environ.get("PAGETILE_TEST_PREFILL", "best"))
 
 
 def captured(call) -> torch.cuda.CUDAGraph:

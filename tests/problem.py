@@ -413,6 +413,14 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(x.view(torch.uint8) for x in dense))
 
 
+def pasted(whole, part, begin: int):
+    """(out, softmax_lse) of `whole`, the rows from `begin` on replaced by those of `part`."""
+    out, lse = (x.clone() for x in whole)
+    out[begin : begin + len(part[0])] = part[0]
+    lse[:, begin : begin + len(part[0])] = part[1]
+    return out, lse
+
+
 class WriteProblem:
     """A cache_write case as tensors on a device; every element of the memory is compared."""
 

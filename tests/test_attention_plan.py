@@ -62,9 +62,12 @@ class Plan:
         # What the metadata say, as far as they can be believed
         starts = [max(0, begin) for begin, _ in spans]
         ends = [end for _, end in spans]
-        self.q_lens = [
-            min(max(0, end - start), max_seqlen_q) for start, end in zip(starts, ends, strict=True)
+        longest = max_seqlen_q or INT_MAX  # 0 is unknown
+        q_lens = [
+            min(max(0, end - start), longest) for start, end in zip(starts, ends, strict=True)
         ]
+        self.long_q_lens = [n if self.is_long(n) else 0 for n in q_lens]  # the prefill kernel's
+        self.q_lens = [0 if self.is_long(n) else n for n in q_lens]
         self.kv_lens = [max(0, used) for used in seqused_k]
         self.tiles = self._tiles()
 
@@ -73,6 +76,15 @@ class Plan:
         """Of (q_len, kv_len) pairs."""
         cu = list(itertools.accumulate((q_len for q_len, _ in sequences), initial=0))
         return cls(cu, [kv_len for _, kv_len in sequences], **options)
+
+    def is_long(self, q_len) -> bool:
+        return 0 <= self.shape["long_rows"] < q_len * self.shape["group"]
+
+    @property
+    def workers(self) -> int:
+        """Lanes that may have work: the prefill kernel may have the others' multiprocessors."""
+        sms, ctas = self.sms, self.shape.get("prefill_ctas", self.sms)
+        return (sms - ctas) // self.shape["chains"] if ctas < sms else self.shape["lanes"]
 
     def _tiles(self) -> list[Tile]:
         rows, group = self.shape["rows"], self.shape["group"]
@@ -233,7 +245,7 @@ class Plan:
         """The slowest lane is as close to even as its kind of cut allows."""
         if not self.tiles:
             return
-        shape, lanes = self.shape, self.shape["lanes"]
+        shape, lanes = self.shape, self.workers
         slowest, even = max(self.loads), -(-sum(self.loads) // lanes)
         largest = max(map(self.cost, range(len(self.tiles))))
         assert sum(self.loads) == self.line[-1]
@@ -260,7 +272,7 @@ class Plan:
 
     def check_dealt(self) -> None:
         """Lanes enough: a tile has lanes of its own, unless cutting the line evenly is faster."""
-        shape, lanes = self.shape, self.shape["lanes"]
+        shape, lanes = self.shape, self.workers
         units = [len(tile.units) for tile in self.tiles]
         times = {}
         for count in range(1, min(self.num_splits or lanes, lanes) + 1):

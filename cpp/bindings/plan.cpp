@@ -2,6 +2,7 @@
 
 #include "attention/dispatch.h"
 #include "attention/plan_cuts.h"
+#include "attention/prefill_schedule.h"
 #include "define.h"
 #include "pagetile/error.h"
 #include "tensor.h"
@@ -224,6 +225,8 @@ nb::dict shape_dict(const PlanShape& shape) {
     result["heads_per_chain"] = shape.heads_per_chain;
     result["long_rows"] = shape.long_rows;
     result["num_sms"] = shape.num_sms;
+    result["unit_time"] = shape.unit_time;
+    result["pair_time"] = shape.pair_time;
     result["lanes"] = shape.lanes;
     result["in_clusters"] = shape.in_clusters;
     result["window_left"] = shape.window_left;
@@ -293,6 +296,22 @@ nb::tuple attention_plan(
         of_shape["prefill_ctas"] = tail.prefill_ctas;
     }
     return nb::make_tuple(lanes, of_shape);
+}
+
+// (KV head, tile of query tokens) of each item that a sequence is for the prefill kernels, in their
+// order.
+nb::list prefill_places(
+    int32_t tokens, int32_t num_kv_heads, int32_t keys_in_cache, int32_t q_len, int32_t kv_len
+) {
+    const PrefillShape shape = {tokens, num_kv_heads, keys_in_cache};
+    const int32_t items = prefill_items(shape, q_len);
+    nb::list places;
+    for (int32_t item = 0; item < items; ++item) {
+        const PrefillPlace place =
+            prefill_place(shape, q_len, kv_len, static_cast<uint32_t>(item));
+        places.append(nb::make_tuple(place.kv_head, place.tile));
+    }
+    return places;
 }
 
 void choose_prefill_by_name(const std::string& name) {
@@ -557,6 +576,19 @@ void export_plan(nb::module_& m) {
             "batch_invariant: bool = False, num_sms: int = 132, has_clusters: bool = True, "
             "has_wgmma: bool = True, has_prefill: bool = True) "
             "-> tuple[list[dict[str, typing.Any]], dict[str, int]]"
+        )
+    );
+    m.def(
+        "prefill_places",
+        &pagetile::prefill_places,
+        nb::arg("tokens"),
+        nb::arg("num_kv_heads"),
+        nb::arg("keys_in_cache"),
+        nb::arg("q_len"),
+        nb::arg("kv_len"),
+        nb::sig(
+            "def prefill_places(tokens: int, num_kv_heads: int, keys_in_cache: int, q_len: int, "
+            "kv_len: int) -> list[tuple[int, int]]"
         )
     );
     m.def(
