@@ -307,8 +307,7 @@ nb::list prefill_places(
     const int32_t items = prefill_items(shape, q_len);
     nb::list places;
     for (int32_t item = 0; item < items; ++item) {
-        const PrefillPlace place =
-            prefill_place(shape, q_len, kv_len, static_cast<uint32_t>(item));
+        const PrefillPlace place = prefill_place(shape, q_len, kv_len, static_cast<uint32_t>(item));
         places.append(nb::make_tuple(place.kv_head, place.tile));
     }
     return places;
