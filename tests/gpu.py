@@ -19,7 +19,7 @@ def needs_gpus(count: int):
 
 def is_long(q_len: int, group: int) -> bool:
     """Whether a batch_invariant call gives a sequence to the prefill kernel (dispatch.cpp)."""
-    return group <= 128 and q_len * group > 64
+    return group <= 128 and q_len * group > max(64, group)
 
 
 def one_kernel(device: str, group: int, *q_lens: int) -> bool:

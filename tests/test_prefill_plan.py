@@ -44,7 +44,8 @@ WHO = [
     (32, 64, (128, 8), 5, {"head_dim": (256, 256)}),
     (32, 64, (160, 8), 4, {}),
     (64, 64, (64, 1), 2, {}),
-    (64, 64, (128, 1), 2, {}),
+    (128, 64, (128, 1), 2, {}),
+    (-1, 64, (128, 1), 1, {}),  # single tokens are never long
     # One sequence is the prefill kernel's whatever its length
     (0, 1, (32, 8), 2048, {}),
     (0, 1, (64, 1), 2048, {}),
@@ -59,6 +60,7 @@ WHO = [
     (64, 1, (32, 8), 2048, {"batch_invariant": True}),
     (64, 64, (32, 8), 17, {"batch_invariant": True}),
     (64, 64, (64, 1), 2, {"batch_invariant": True}),
+    (128, 64, (128, 1), 2, {"batch_invariant": True}),
     # Nobody knows how long queries are
     (8, 1, (32, 8), UNKNOWN, {}),
     (8, 64, (32, 8), UNKNOWN, {}),
@@ -133,8 +135,9 @@ def times(plan) -> tuple[int, int]:
     pairs = 0
     for q_len, kv_len in zip(plan.long_q_lens, plan.kv_lens, strict=True):
         if q_len:
-            ends = (len(plan.visible(token, q_len, kv_len)) for token in (0, q_len - 1))
-            pairs += sum(ends) * q_len // 2
+            tokens = ((q_len - 1) * i // 4 for i in range(5))
+            seen = [len(plan.visible(token, q_len, kv_len)) for token in tokens]
+            pairs += (2 * sum(seen) - seen[0] - seen[-1]) * q_len // 8
     return short, pairs * plan.shape["pair_time"]
 
 

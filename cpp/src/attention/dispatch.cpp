@@ -60,12 +60,13 @@ int32_t long_rows(
 ) {
     constexpr int32_t kMostHeads = 128;  // of a group, in a tile
     const int64_t rows = max_q_len * shape.group;
-    const bool may_be_long = max_q_len <= 0 || rows > kLongRows;
+    const int32_t least = std::max(kLongRows, shape.group);  // a single token is never long
+    const bool may_be_long = max_q_len <= 0 || rows > least;
     if (!gpu.has_prefill || !may_be_long || shape.group > kMostHeads) {
         return -1;
     }
     if (params.batch_invariant) {
-        return kLongRows;
+        return least;
     }
     const int64_t most_tiles = params.batch * params.num_kv_heads * ((rows + 127) / 128);
     if (max_q_len > 0 && most_tiles < gpu.num_sms / 6) {
@@ -74,7 +75,7 @@ int32_t long_rows(
     if (params.batch == 1 && max_q_len > 0) {
         return 0;
     }
-    return std::max(shape.rows, std::min(shape.group, kLongRows));
+    return std::max(shape.rows, shape.group);
 }
 
 // What share_sms() needs to know (H200: a multiprocessor beside others that prefill reads 0.10 TB/s, one

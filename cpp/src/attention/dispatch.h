@@ -36,7 +36,7 @@ struct HeadDims {
 
 HeadDims built_head_dims(int64_t head_dim, int64_t head_dim_v);
 
-// Sequences of more packed rows than this are the prefill kernel's.
+// Sequences of more packed rows than this, and more than one token, are the prefill kernel's.
 inline constexpr int32_t kLongRows = 64;
 
 // Packed rows of a tile: 8, 16 or 32.

@@ -17,16 +17,19 @@ struct PlanTotals {
     int64_t long_time;  // of one multiprocessor for all long sequences, in picoseconds
 };
 
-// Pairs of query token and key of a long sequence: what the first and the last token see, and all
-// others as if evenly between them.
+// Pairs of query token and key of a long sequence, from what five of its tokens see: exact where that
+// rises evenly, and near where a window ends the rise.
 PAGETILE_HOST_DEVICE int64_t num_pairs(const PlanShape& shape, PlanLengths lengths) {
-    const auto seen_by = [&](int32_t token) {
+    constexpr int32_t kParts = 4;
+    const int64_t q_len = lengths.long_q_len;
+    int64_t seen = 0;  // twice, by the token at each part's beginning and end
+    for (int32_t i = 0; q_len > 0 && i <= kParts; ++i) {
+        const auto token = static_cast<int32_t>((q_len - 1) * i / kParts);
         const KeyRange keys = visible_keys(shape, lengths.long_q_len, lengths.kv_len, token);
-        return larger_of(keys.end - static_cast<int64_t>(keys.begin), 0);
-    };
-    return lengths.long_q_len == 0
-               ? 0
-               : (seen_by(0) + seen_by(lengths.long_q_len - 1)) * lengths.long_q_len / 2;
+        const int64_t by_token = larger_of(keys.end - static_cast<int64_t>(keys.begin), 0);
+        seen += i == 0 || i == kParts ? by_token : 2 * by_token;
+    }
+    return seen * q_len / (2 * kParts);
 }
 
 PAGETILE_HOST_DEVICE PlanTotals sequence_totals(const PlanShape& shape, PlanLengths lengths) {
