@@ -3,6 +3,7 @@
     compute-sanitizer --tool memcheck python3 tests/sanitize_attention.py
     compute-sanitizer --tool racecheck python3 tests/sanitize_attention.py --every 4
     compute-sanitizer --tool initcheck python3 tests/sanitize_attention.py --right
+    compute-sanitizer --tool synccheck python3 tests/sanitize_attention.py --long
 
 Each tensor has an allocation of its own that ends with its last element, so that a byte past it is
 seen. Slots of the caches that no sequence uses, out, and all of the workspace but its counters are
@@ -235,6 +236,25 @@ def calls():
         yield Call(**form)
 
 
+LONG_QUERIES = [  # enough tiles for a prefill kernel; beside them, what the split-KV kernel does
+    {"q_lens": (40, 1, 90), "kv_lens": (50, 300, 170), "heads": (16, 4)},
+    {"q_lens": (200,), "kv_lens": (333,), "heads": (16, 16)},
+    {"q_lens": (1, 0, 129, 33), "kv_lens": (700, 5, 129, 20), "heads": (20, 4)},
+    {"q_lens": (70,) * 9, "kv_lens": (70, 90, 160, 161, 319, 320, 321, 71, 0), "heads": (14, 2)},
+]
+
+
+def long_calls():
+    """The prefill kernels': every kind with every head_dim, layouts and options beside them."""
+    for i, (dtypes, dims) in enumerate(itertools.product(KINDS, DIMS)):
+        options = dict(OPTIONS[i % len(OPTIONS)])
+        if dtypes[1] in (E4M3, E5M2):
+            options["scales"] = ("one", "heads", "batch_heads")[i % 3]
+        yield Call(dims=dims, dtypes=dtypes, **LONG_QUERIES[i % 4], **LAYOUTS[i % 10], **options)
+    for form, options in itertools.product(LONG_QUERIES, OPTIONS[1:]):
+        yield Call(dims=(128, 128), **form, **options)
+
+
 def wrong_calls():
     """Metadata that nobody should believe: whatever comes out, nothing outside is read."""
     for options in ({}, {"window": (40, 0)}, {"batch_invariant": True}, {"num_splits": 3}):
@@ -266,10 +286,15 @@ def main() -> None:
     parser.add_argument("--right", action="store_true", help=text)
     parser.add_argument("--counters", type=int, default=32768, metavar="BYTES",
                         help="of a workspace: what is zeroed before its first use")  # fmt: skip
+    parser.add_argument("--long", action="store_true", help="calls with long queries instead")
+    parser.add_argument("--prefill", choices=("best", "portable", "none"), default="best",
+                        help="the kernel for long queries")  # fmt: skip
     arguments = parser.parse_args()
+    pagetile._C.choose_prefill(arguments.prefill)
     torch.manual_seed(0)
     attended = planned = 0
-    chosen = itertools.islice(calls(), arguments.begin, arguments.end, arguments.every)
+    every_call = long_calls() if arguments.long else calls()
+    chosen = itertools.islice(every_call, arguments.begin, arguments.end, arguments.every)
     for i, call in enumerate(chosen):
         plan, workspace = call.plan(), call.workspace(arguments.counters)
         call.check(
