@@ -236,6 +236,27 @@ def test_a_kernel_that_runs_alone_shares_nothing():
         assert shape["num_sms"] == (H200 if has_wgmma else 0)
 
 
+# The workspace
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["plain", "invariant"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8), (64, 8), (8, 8), (20, 1), (160, 8), (128, 1)], ids=str)
+def test_workspace_of_any_batch(heads, dims, invariant):
+    """workspace_size() does not know how many sequences there will be: no batch may need more."""
+    for most in (1, 2, 5, 17, 64, 2048, UNKNOWN):
+        of = [
+            _C.attention_plan(
+                torch.arange(batch + 1, dtype=torch.int32),
+                torch.full((batch,), 100, dtype=torch.int32),
+                num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=dims[0], head_dim_v=dims[1],
+                max_seqlen_q=most, max_seqlen_k=5000, batch_invariant=invariant,
+            )[1]["workspace_bytes"]
+            for batch in (0, 1, 2, 4, 40, 300)
+        ]  # fmt: skip
+        assert max(of) == of[0]
+
+
 # The plan in memory
 
 

@@ -291,6 +291,8 @@ nb::tuple attention_plan(
         lanes.append(lane_dict(work[static_cast<size_t>(lane)]));
     }
     nb::dict of_shape = shape_dict(shape);
+    of_shape["workspace_bytes"] =
+        workspace_layout(shape, max_seqlen_q, params.head_dim, params.head_dim_v).bytes;
     if (shape.num_sms > 0) {
         const auto& tail = *reinterpret_cast<const PlanTail*>(work.data() + shape.lanes);
         of_shape["prefill_ctas"] = tail.prefill_ctas;

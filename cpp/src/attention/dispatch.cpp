@@ -234,7 +234,10 @@ WorkspaceLayout workspace_layout(
     WorkspaceLayout layout;
     layout.slot_rows = static_cast<int32_t>(rows);
     layout.plan = kCounterBytes;
-    layout.rows_max = layout.plan + plan_bytes(shape);
+    // Of any plan: workspace_size() does not know the batch, which decides whether there is a tail.
+    const int64_t most_plan_bytes = shape.lanes * static_cast<int64_t>(sizeof(LaneWork)) +
+                                    static_cast<int64_t>(sizeof(PlanTail));
+    layout.rows_max = layout.plan + most_plan_bytes;
     layout.rows_out = round_up(layout.rows_max + slots * rows * 2 * kFloat, kAlign);
     layout.bytes =
         layout.rows_out + slots * rows * built_head_dims(head_dim, head_dim_v).v * kFloat;
