@@ -40,6 +40,26 @@ def test_a_draw_prints_as_what_makes_it(name):
     check()
 
 
+def test_scores_beyond_a_hundred():
+    """A score of 123 is rounded by up to 1e-5 in fp32, and its weight by as much (seed 205)."""
+    case = Case(
+        "drawn",
+        (0, 0, 4, 0),
+        (0, 1, 8, 0),
+        heads=(3, 1),
+        head_dim=(224, 128),
+        page_size=1,
+        dtype="float32",
+        cache_dtype="float8_e4m3fn",
+        scales="one",
+        causal=False,
+        window=(-1, 0),
+        softmax_scale=1.0,
+        seed=11,
+    )
+    Attend(case=case).check("cpu")
+
+
 def wrong_attention(kernel):
     """A number is off where a sequence has more than 16 keys."""
 
