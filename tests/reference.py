@@ -224,6 +224,11 @@ def attention(
     return out, lse
 
 
+# Kernels keep a row's maximum until it has grown by much, so no weight is exact, not even the largest:
+# this one lies between two numbers of 16 bits, of either type.
+LARGEST_WEIGHT = 1 + 2**-8 + 2**-11
+
+
 def softmax_row(score, v, sink, rounded):
     """One row: probabilities times values, and the log of the denominator, sink included."""
     top = max([sink, *score])
@@ -231,7 +236,7 @@ def softmax_row(score, v, sink, rounded):
         return np.zeros(v.shape[1]), -np.inf
     p = np.exp(score - top)
     total = p.sum() + np.exp(sink - top)
-    return rounded(p) @ v / total, top + np.log(total)
+    return rounded(p * LARGEST_WEIGHT) @ v / (total * LARGEST_WEIGHT), top + np.log(total)
 
 
 # Merge

@@ -284,7 +284,8 @@ class Attention:
             finite = torch.where(top.isfinite(), top, 0)
             p = torch.exp(score - finite[..., None])
             total = p.sum(-1) + torch.exp(sink - finite)
-            weighted = (rounded(p).flatten(1, 2) @ v).unflatten(1, (q_len, group))
+            weights = rounded(p * reference.LARGEST_WEIGHT) / reference.LARGEST_WEIGHT
+            weighted = (weights.flatten(1, 2) @ v).unflatten(1, (q_len, group))
             values = torch.where(total > 0, 1 / total, 0)[..., None] * weighted
             out[rows] = rounded(values.transpose(0, 1).flatten(1, 2))
             lse[:, rows] = (finite + torch.log(total)).transpose(1, 2).flatten(0, 1)

@@ -179,7 +179,6 @@ int64_t workspace_size_binding(
 ) {
     static constexpr int32_t kGiven = 0;  // calls with cu_seqlens_q need no less than those without
     const PlanParams params = {
-        .batch = kMaxLength,
         .num_q_heads = num_q_heads,
         .num_kv_heads = num_kv_heads,
         .head_dim = head_dim,
@@ -283,7 +282,8 @@ nb::tuple attention_plan(
     check(params.device.kind == DeviceKind::kCpu, kAttentionPlan, ": seqused_k must be on the CPU");
     plan_size(params);  // throws on what does not fit
     check(num_sms > 0, kAttentionPlan, ": num_sms must be > 0, got ", num_sms);
-    const PlanShape shape = plan_shape(params, {num_sms, has_clusters, has_wgmma, has_prefill});
+    const Gpu gpu = {num_sms, has_clusters, has_wgmma, has_prefill};
+    const PlanShape shape = plan_shape(params, gpu);
     std::vector<LaneWork> work(static_cast<size_t>(shape.lanes) + 1);  // and the tail
     plan_on_host(shape, params.cu_seqlens_q, params.seqused_k, nullptr, work.data());
     nb::list lanes;
@@ -293,6 +293,7 @@ nb::tuple attention_plan(
     nb::dict of_shape = shape_dict(shape);
     of_shape["workspace_bytes"] =
         workspace_layout(shape, max_seqlen_q, params.head_dim, params.head_dim_v).bytes;
+    of_shape["largest_workspace"] = largest_workspace(params, gpu);
     if (shape.num_sms > 0) {
         const auto& tail = *reinterpret_cast<const PlanTail*>(work.data() + shape.lanes);
         of_shape["prefill_ctas"] = tail.prefill_ctas;

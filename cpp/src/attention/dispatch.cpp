@@ -244,4 +244,16 @@ WorkspaceLayout workspace_layout(
     return layout;
 }
 
+int64_t largest_workspace(PlanParams params, const Gpu& gpu) {
+    const auto bytes_of = [&](int64_t batch) {
+        params.batch = batch;
+        return workspace_layout(
+                   plan_shape(params, gpu), params.max_seqlen_q, params.head_dim, params.head_dim_v
+        )
+            .bytes;
+    };
+    // Where the batch is small, no query is the prefill kernel's, and tiles have more rows.
+    return std::max(bytes_of(0), bytes_of(kMaxInt));
+}
+
 }  // namespace pagetile

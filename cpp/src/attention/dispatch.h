@@ -63,6 +63,9 @@ WorkspaceLayout workspace_layout(
     const PlanShape& shape, int64_t max_seqlen_q, int64_t head_dim, int64_t head_dim_v
 );
 
+// Of the workspace that is enough for every batch of sequences with such parameters.
+int64_t largest_workspace(PlanParams params, const Gpu& gpu);
+
 // The slots, and the counters, of one chain.
 PAGETILE_HOST_DEVICE int64_t slots_per_chain(const PlanShape& shape) {
     return 2 * static_cast<int64_t>(shape.lanes) * (shape.piece_units > 0 ? shape.max_pieces : 1);

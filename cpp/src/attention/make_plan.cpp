@@ -81,8 +81,7 @@ int64_t workspace_size(const PlanParams& params) {
         !params.batch_invariant || params.max_seqlen_k > 0,
         "workspace_size: batch_invariant needs max_seqlen_k"
     );
-    const PlanShape shape = plan_shape(params, gpu_of(params.device));
-    return workspace_layout(shape, params.max_seqlen_q, params.head_dim, params.head_dim_v).bytes;
+    return largest_workspace(params, gpu_of(params.device));
 }
 
 void make_plan(const PlanParams& params, void* plan, [[maybe_unused]] Stream stream) {

@@ -36,9 +36,9 @@ public:
     using Element = typename Config::Element;
     static constexpr int kChunks = Config::kSlabsV * 8;  // of 16 bytes, of a key
 
-    // By all consumers, before the products. Keys behind the end of the sequence become zeros, and so
-    // does what is not finite of the keys that only some rows see. True: there was such a value, and
-    // the results of the item are to be repaired.
+    // By all consumers, before the products. Keys behind the last that a row sees become zeros (boxes
+    // behind it are), and so does what is not finite of the keys that only some rows see. True: there
+    // was such a value, and the results of the item are to be repaired.
     static __device__ __forceinline__ bool clean(
         const PrefillItem& item, int32_t tile, char* values, int warpgroup
     ) {
@@ -47,7 +47,8 @@ public:
         const int32_t end = in_tile(item.keys.end);
         const int32_t begin_of_all = in_tile(item.keys.all_begin);
         const int32_t end_of_all = max(in_tile(item.keys.all_end), begin_of_all);
-        for_each_chunk(values, in_tile(item.sequence.kv_len), Config::kKeys, [](uint4& bytes) {
+        const int32_t end_of_box = (end + kGranule - 1) / kGranule * kGranule;
+        for_each_chunk(values, end, end_of_box, [](uint4& bytes) {
             bytes = {0, 0, 0, 0};  // all warpgroups write the same
         });
         const bool found =
