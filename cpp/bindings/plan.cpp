@@ -292,7 +292,7 @@ nb::tuple attention_plan(
     }
     nb::dict of_shape = shape_dict(shape);
     of_shape["workspace_bytes"] =
-        workspace_layout(shape, max_seqlen_q, params.head_dim, params.head_dim_v).bytes;
+        workspace_layout(shape, gpu, max_seqlen_q, params.head_dim, params.head_dim_v).bytes;
     of_shape["largest_workspace"] = largest_workspace(params, gpu);
     if (shape.num_sms > 0) {
         const auto& tail = *reinterpret_cast<const PlanTail*>(work.data() + shape.lanes);

@@ -1,5 +1,7 @@
 #include "attention/dispatch.h"
 
+#include "attention/sm90/tile_shapes.h"
+
 #include <algorithm>
 #include <atomic>
 #include <initializer_list>
@@ -96,6 +98,15 @@ bool fits_clusters(const PlanParams& params, const PlanShape& shape, const Gpu& 
     const bool one_tile = params.batch == 1 && shape.heads_per_chain == 1 && shape.rows == 8;
     return gpu.has_clusters && one_tile && !params.batch_invariant &&
            shape.chains >= kClusterLanes && shape.chains <= 15 && shape.lanes >= kClusterLanes;
+}
+
+// For two pieces on each multiprocessor, in case that the WGMMA kernel runs and may cut items.
+int64_t bytes_of_pieces(const PlanShape& shape, const Gpu& gpu, HeadDims dims) {
+    const bool cuts = gpu.has_wgmma && shape.long_rows >= 0 && shape.piece_units == 0 &&
+                      sm90::cuts_items(dims.v, false) && gpu.num_sms <= sm90::kMostCuts;
+    return cuts ? 2 * gpu.num_sms *
+                      sm90::piece_bytes(sm90::prefill_tile(dims.k, dims.v, false), dims.v)
+                : 0;
 }
 
 }  // namespace
@@ -224,7 +235,11 @@ PlanParams plan_params(const AttentionParams& params) {
 }
 
 WorkspaceLayout workspace_layout(
-    const PlanShape& shape, int64_t max_seqlen_q, int64_t head_dim, int64_t head_dim_v
+    const PlanShape& shape,
+    const Gpu& gpu,
+    int64_t max_seqlen_q,
+    int64_t head_dim,
+    int64_t head_dim_v
 ) {
     constexpr int64_t kFloat = sizeof(float);
     const int64_t slots = slots_per_chain(shape) * shape.chains;
@@ -239,8 +254,10 @@ WorkspaceLayout workspace_layout(
                                     static_cast<int64_t>(sizeof(PlanTail));
     layout.rows_max = layout.plan + most_plan_bytes;
     layout.rows_out = round_up(layout.rows_max + slots * rows * 2 * kFloat, kAlign);
-    layout.bytes =
-        layout.rows_out + slots * rows * built_head_dims(head_dim, head_dim_v).v * kFloat;
+    const HeadDims dims = built_head_dims(head_dim, head_dim_v);
+    layout.pieces = round_up(layout.rows_out + slots * rows * dims.v * kFloat, kAlign);
+    layout.piece_bytes = bytes_of_pieces(shape, gpu, sm90::prefill_dims(dims));
+    layout.bytes = layout.pieces + layout.piece_bytes;
     return layout;
 }
 
@@ -248,7 +265,11 @@ int64_t largest_workspace(PlanParams params, const Gpu& gpu) {
     const auto bytes_of = [&](int64_t batch) {
         params.batch = batch;
         return workspace_layout(
-                   plan_shape(params, gpu), params.max_seqlen_q, params.head_dim, params.head_dim_v
+                   plan_shape(params, gpu),
+                   gpu,
+                   params.max_seqlen_q,
+                   params.head_dim,
+                   params.head_dim_v
         )
             .bytes;
     };

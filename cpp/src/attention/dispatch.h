@@ -48,19 +48,27 @@ PlanParams plan_params(const AttentionParams& params);
 
 // Counters come first, in the same place for every schedule, and are 0 between calls; the rest may
 // hold anything.
-inline constexpr int64_t kCounterBytes = 32768;
+inline constexpr int64_t kSplitKvCounterBytes = 32768;
+inline constexpr int64_t kPrefillCounterBytes = 16384;  // the last of them is PrefillSchedule's
+inline constexpr int64_t kCounterBytes = kSplitKvCounterBytes + kPrefillCounterBytes;
 inline constexpr int32_t kCountersPerTile = 8;  // one a warp
 
 struct WorkspaceLayout {
     int64_t plan;      // bytes from the beginning
     int64_t rows_max;  // float2 [slots, slot_rows]: largest score and sum of weights, log2 units
     int64_t rows_out;  // float [slots, slot_rows, head_dim_v]
+    int64_t pieces;    // sm90::PieceSums; 0 bytes: items are not cut
+    int64_t piece_bytes;
     int64_t bytes;
     int32_t slot_rows;
 };
 
 WorkspaceLayout workspace_layout(
-    const PlanShape& shape, int64_t max_seqlen_q, int64_t head_dim, int64_t head_dim_v
+    const PlanShape& shape,
+    const Gpu& gpu,
+    int64_t max_seqlen_q,
+    int64_t head_dim,
+    int64_t head_dim_v
 );
 
 // Of the workspace that is enough for every batch of sequences with such parameters.

@@ -48,6 +48,60 @@ prefill_place(const PrefillShape& shape, int32_t q_len, int32_t kv_len, uint32_t
     };
 }
 
+// The last items of a launch, which no longer are one for each CTA, are cut into pieces by their keys,
+// so that all CTAs end together. CTAs claim one number after another: an item, or a piece of one.
+struct PrefillCuts {
+    uint32_t whole = 0xffffffff;  // items that are not cut, the first ones
+    uint32_t cut = 0;             // those behind them
+    uint32_t pieces = 1;          // of each of those
+};
+
+inline constexpr uint32_t kMostPieces = 8;
+
+PAGETILE_HOST_DEVICE PrefillCuts cut_items(uint32_t items, uint32_t ctas, uint32_t most_pieces) {
+    constexpr uint32_t kRound = 840;  // the time of an item, which pieces up to kMostPieces divide
+    constexpr uint32_t kPiece = 20;   // what a piece costs besides its keys
+    const uint32_t last = items % ctas;
+    uint32_t pieces = 1;
+    uint32_t least = kRound;
+    for (uint32_t n = 2; n <= most_pieces && last * n <= 2 * ctas; ++n) {
+        const uint32_t rounds = (last * n + ctas - 1) / ctas;
+        const uint32_t time = rounds * kRound / n + kPiece * n;
+        pieces = time < least ? n : pieces;
+        least = time < least ? time : least;
+    }
+    return pieces == 1 ? PrefillCuts{} : PrefillCuts{items - last, last, pieces};
+}
+
+// What a number stands for.
+struct PrefillClaim {
+    uint32_t item;
+    uint32_t piece;
+};
+
+PAGETILE_HOST_DEVICE PrefillClaim claim_of(const PrefillCuts& cuts, uint32_t number) {
+    if (number < cuts.whole) {
+        return {number, 0};
+    }
+    const uint32_t behind = number - cuts.whole;
+    return {cuts.whole + behind / cuts.pieces, behind % cuts.pieces};
+}
+
+// Tiles of keys [first, end), taken from the last one down.
+struct KeyTiles {
+    int32_t first;
+    int32_t end;
+};
+
+// A piece of an item's tiles, the last ones first.
+PAGETILE_HOST_DEVICE KeyTiles piece_of(KeyTiles tiles, uint32_t piece, uint32_t pieces) {
+    const auto n = static_cast<uint32_t>(tiles.end - tiles.first);
+    return {
+        tiles.end - static_cast<int32_t>(n * (piece + 1) / pieces),
+        tiles.end - static_cast<int32_t>(n * piece / pieces),
+    };
+}
+
 }  // namespace pagetile
 
 namespace pagetile::gpu {

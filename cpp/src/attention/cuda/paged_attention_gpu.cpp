@@ -161,10 +161,10 @@ struct WorkspaceOfCall {
 };
 
 WorkspaceOfCall find_workspace(
-    const AttentionParams& params, const PlanShape& shape, cudaStream_t stream
+    const AttentionParams& params, const PlanShape& shape, const Gpu& gpu, cudaStream_t stream
 ) {
     const WorkspaceLayout layout =
-        workspace_layout(shape, params.max_seqlen_q, params.head_dim, params.head_dim_v);
+        workspace_layout(shape, gpu, params.max_seqlen_q, params.head_dim, params.head_dim_v);
     if (params.workspace == nullptr) {
         return {layout, stream_workspace(params.device, stream, layout.bytes)};
     }
@@ -222,7 +222,7 @@ Call make_call(const AttentionParams& params, cudaStream_t stream) {
         .gpu = gpu,
         .shape = shape,
         .dims = built_head_dims(params.head_dim, params.head_dim_v),
-        .workspace = find_workspace(params, shape, stream),
+        .workspace = find_workspace(params, shape, gpu, stream),
         .plan = static_cast<const LaneWork*>(params.plan),
         .kernel = kernel_params(params, capacity),
     };
@@ -275,6 +275,20 @@ void launch_portable_prefill(const Call& call) {
 
 #if PAGETILE_HAS_SM90
 
+sm90::PieceSums pieces_of(const Call& call) {
+    constexpr int32_t kMostSequences = 512;  // each CTA looks at all of their lengths
+    const WorkspaceLayout& layout = call.workspace.layout;
+    const auto most = static_cast<int32_t>(kMostPieces);
+    const int32_t asked = call.shape.max_splits;
+    const bool cuts = sm90::cuts_items(call.dims.v, call.kernel.transforms) &&
+                      layout.piece_bytes > 0 && call.shape.batch <= kMostSequences;
+    return {
+        .sums = reinterpret_cast<float4*>(call.workspace.data + layout.pieces),
+        .counters = reinterpret_cast<uint32_t*>(call.workspace.data + kSplitKvCounterBytes),
+        .most_pieces = static_cast<uint32_t>(!cuts ? 1 : asked > 0 ? std::min(asked, most) : most),
+    };
+}
+
 // The WGMMA kernel's parameters. False: these tensors are not for it.
 bool describe_wgmma_prefill(const Call& call, sm90::PrefillParams& prefill) {
     const AttentionParams& params = call.params;
@@ -290,6 +304,7 @@ bool describe_wgmma_prefill(const Call& call, sm90::PrefillParams& prefill) {
     prefill.schedule =
         prefill_shape(call, sm90::prefill_tile(dims.k, dims.v, call.kernel.transforms).rows());
     prefill.next_item = next_item_of(call);
+    prefill.pieces = pieces_of(call);
     if (!sm90::describe_tensors(prefill, params.q_dtype, dims)) {
         return false;
     }

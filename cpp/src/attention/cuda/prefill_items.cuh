@@ -81,16 +81,27 @@ public:
     // Once find() has returned false: of all items.
     __device__ uint32_t count() const { return first_item_; }
 
+    // The same beforehand. Reads the lengths of all sequences.
+    __device__ uint32_t count_ahead() const {
+        uint32_t sum = 0;
+#pragma unroll 4
+        for (auto i = static_cast<int32_t>(threadIdx.x % 32); i < params_.shape.batch; i += 32) {
+            sum += items_of(i);
+        }
+        return __reduce_add_sync(kWarp, sum);
+    }
+
 private:
+    __device__ uint32_t items_of(int32_t batch_idx) const {
+        const int32_t q_len = make_sequence(params_, fetch_sequence(params_, batch_idx)).q_len;
+        return is_long(params_.shape, q_len) ? static_cast<uint32_t>(prefill_items(shape_, q_len)) : 0;
+    }
+
     __device__ void load() {
         const auto me = static_cast<int32_t>(threadIdx.x % 32);
         end_of_mine_ = 0;
         if (first_sequence_ + me < params_.shape.batch) {
-            const int32_t q_len =
-                make_sequence(params_, fetch_sequence(params_, first_sequence_ + me)).q_len;
-            if (is_long(params_.shape, q_len)) {
-                end_of_mine_ = static_cast<uint32_t>(prefill_items(shape_, q_len));
-            }
+            end_of_mine_ = items_of(first_sequence_ + me);
         }
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {

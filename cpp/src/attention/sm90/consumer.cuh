@@ -7,6 +7,7 @@
 // values; the softmax of the next tile runs while the tensor cores are at the latter. So they are
 // never without work, and an item has no prologue of its own.
 
+#include "attention/sm90/pieces.cuh"
 #include "attention/sm90/results.cuh"
 #include "attention/sm90/values.cuh"
 
@@ -23,27 +24,24 @@ public:
     static constexpr int kStages = Config::kTile.stages;
     static constexpr int kBuffers = Config::kTile.query_buffers;
 
-    // An item's results are stored in the first turn of the next one, while the tensor cores are at its
-    // scores, where there are registers for both (H200: 3 % of the time where items are short).
-    static constexpr bool kStoresLate = Config::kHeadDim == 128 && !Config::kTransforms;
-
     __device__ __forceinline__
-    Consumer(const gpu::KernelParams& params, Storage& shared, int warpgroup)
-        : params_(params),
+    Consumer(const PrefillParams& params, Storage& shared, int warpgroup)
+        : params_(params.call),
+          pieces_(params.pieces),
           shared_(shared),
           items_(shared),
-          rows_(params, warpgroup),
+          rows_(params.call, warpgroup),
           warpgroup_(warpgroup) {
-        factor_ = Config::kTransforms ? 1.0f : params.scale;
+        factor_ = Config::kTransforms ? 1.0f : params_.scale;
     }
 
     __device__ __forceinline__ void run() {
-        const PrefillItem* item = &items_.wait();
+        const Item* item = &items_.wait();
         if (item->num_tokens == kNoMore) {
             return;
         }
-        int32_t tile = last_tile<Config>(*item);
-        int32_t first = first_tile<Config>(*item);
+        int32_t tile = item->last_tile;
+        int32_t first = item->first_tile;
         softmax_.begin();
         wait(&shared_.q_full[0], 0);
         wait(&shared_.k_full[0], 0);
@@ -56,34 +54,28 @@ public:
         softmax_.step(scores_, factor_);
         pack_weights();
 
-        int32_t is_new = 1;                  // no values have been added yet
-        int32_t is_clean = 1;                // and none has been left out
-        const PrefillItem* ended = nullptr;  // and its results are not stored yet
-        float largest[2];
+        int32_t is_new = 1;    // no values have been added yet
+        int32_t is_clean = 1;  // and none has been left out
+        float largest[2];      // of the item that ends
         float sum[2];
         while (true) {
             const bool is_last = tile == first;
-            const PrefillItem* next = item;
+            const Item* next = item;
             int32_t next_tile = tile - 1;
             if (is_last) {
                 next = &items_.wait();
                 if (next->num_tokens == kNoMore) {
                     break;
                 }
-                next_tile = last_tile<Config>(*next);
-                first = first_tile<Config>(*next);
+                next_tile = next->last_tile;
+                first = next->first_tile;
                 wait(&shared_.q_full[num_queries_ % kBuffers], num_queries_ / kBuffers % 2);
             }
             wait(&shared_.k_full[k_.index], k_.turn);
             cute::warpgroup_arrive();
             start_scores();
-            if (ended != nullptr) {
-                end_item(*ended, largest, sum, is_clean);
-                ended = nullptr;
-            }
             is_clean = wait_for_values(*item, tile, at_edge) ? is_clean : 0;
             if (is_last) {
-                ended = kStoresLate ? item : nullptr;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     largest[i] = softmax_.largest[i];
@@ -101,7 +93,7 @@ public:
             weigh();
             if (!is_last) {
                 rescale();
-            } else if constexpr (!kStoresLate) {
+            } else {
                 end_item(*item, largest, sum, is_clean);
             }
             pack_weights();
@@ -115,9 +107,6 @@ public:
                 }
             }
         }
-        if (ended != nullptr) {
-            end_item(*ended, largest, sum, is_clean);
-        }
         is_clean = wait_for_values(*item, tile, at_edge) ? is_clean : 0;
         cute::warpgroup_arrive();
         start_values(is_new == 0);
@@ -129,7 +118,7 @@ private:
     // On to the last of those tiles that all rows see in full, but for an item's last one: the same
     // with nothing to ask, so that instructions stand in the order in which they run.
     __device__ __forceinline__ void pass_inside(
-        const PrefillItem& item, int32_t& tile, int32_t first
+        const Item& item, int32_t& tile, int32_t first
     ) {
         const int32_t first_inside = (item.keys.all_begin + kKeys - 1) / kKeys;
         const int32_t end = max(first_inside, first + 1);
@@ -221,36 +210,50 @@ private:
     }
 
     // Whether some row does not see all of the tile.
-    static __device__ __forceinline__ int32_t is_at_edge(const PrefillItem& item, int32_t tile) {
+    static __device__ __forceinline__ int32_t is_at_edge(const Item& item, int32_t tile) {
         return static_cast<int32_t>((tile + 1) * kKeys > item.keys.all_end) |
                static_cast<int32_t>(tile * kKeys < item.keys.all_begin);
     }
 
+    // Three warpgroups have no registers to keep them in between.
+    __device__ __forceinline__ Rows rows() const {
+        return Config::kTile.warpgroups > 2 ? Rows(params_, warpgroup_) : rows_;
+    }
+
     // What a score is besides a product.
-    __device__ __forceinline__ void rule(const PrefillItem& item, int32_t tile, int32_t at_edge) {
+    __device__ __forceinline__ void rule(const Item& item, int32_t tile, int32_t at_edge) {
         if constexpr (Config::kTransforms) {
-            transform<Config>(params_, item, rows_, tile, scores_);
+            transform<Config>(params_, item, rows(), tile, scores_);
         }
         if (at_edge != 0) [[unlikely]] {
-            mask<Config>(params_.shape, item, rows_, tile, scores_);
+            mask<Config>(params_.shape, item, rows(), tile, scores_);
         }
     }
 
     // False: of these values some were left out.
     __device__ __forceinline__ bool wait_for_values(
-        const PrefillItem& item, int32_t tile, int32_t at_edge
+        const Item& item, int32_t tile, int32_t at_edge
     ) {
         wait(&shared_.v_full[v_.index], v_.turn);
         return at_edge == 0 ||
-               !EdgeValues<Config>::clean(item, tile, shared_.v[v_.index], warpgroup_);
+               !EdgeValues<Config>::clean(
+                   item, tile, shared_.v[v_.index], warpgroup_
+               );
     }
 
     __device__ __forceinline__ void end_item(
-        const PrefillItem& item, float (&largest)[2], float (&sum)[2], int32_t& is_clean
+        const Item& item, float (&largest)[2], float (&sum)[2], int32_t& is_clean
     ) {
-        store_results<Config>(params_, item, rows_, largest, sum, out_);
-        if (is_clean == 0) [[unlikely]] {
-            Repair<Config>::run(params_, item, warpgroup_);
+        bool is_whole = true;
+        if constexpr (Config::kCuts) {
+            is_whole = item.pieces == 1 ||
+                       Pieces<Config>::merge(pieces_, item, largest, sum, out_, is_clean);
+        }
+        if (is_whole) {
+            store_results<Config>(params_, item, rows(), largest, sum, out_);
+            if (is_clean == 0) [[unlikely]] {
+                Repair<Config>::run(params_, item, warpgroup_);
+            }
         }
         is_clean = 1;
         items_.release(item);
@@ -283,6 +286,7 @@ private:
     }
 
     const gpu::KernelParams& params_;
+    const PieceSums& pieces_;
     Storage& shared_;
     ItemReader<Config> items_;
     Rows rows_;

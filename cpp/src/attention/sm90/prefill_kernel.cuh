@@ -31,6 +31,7 @@ __device__ __forceinline__ void begin_barriers(Shared<Config>& shared) {
             ClusterBarrier::init(&shared.item_full[i], 1);
             ClusterBarrier::init(&shared.item_free[i], kLoaders + 4 * kWarpgroups);
         }
+        shared.cuts = {};
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(
         produce(params, shared, static_cast<Role>(my_warp()));
     } else {
         cutlass::arch::warpgroup_reg_alloc<consumer_registers(kTile)>();
-        Consumer<ThisConfig>(params.call, shared, my_warp() / 4 - 1).run();
+        Consumer<ThisConfig>(params, shared, my_warp() / 4 - 1).run();
     }
 }
 

@@ -10,9 +10,6 @@
 
 namespace pagetile::sm90 {
 
-// The head dimensions of the instance that serves these: whole slabs of 64.
-constexpr HeadDims prefill_dims(HeadDims dims) { return dims.k == 96 ? HeadDims{128, 128} : dims; }
-
 struct PrefillInstance {
     const void* kernel;
     PrefillTile tile;

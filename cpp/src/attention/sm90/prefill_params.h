@@ -9,6 +9,13 @@
 
 namespace pagetile::sm90 {
 
+// Where the pieces of an item leave their sums.
+struct PieceSums {
+    float4* sums;        // [2 CTAs, warps, 1 + head_dim_v / 8, 32 threads]
+    uint32_t* counters;  // [CTAs, warps, 2]: pieces that are there; not 0: one is to be repaired
+    uint32_t most_pieces;
+};
+
 struct PrefillParams {
     CUtensorMap q;  // {head_dim, query head, row}; a box is a slab of a tile's rows
     CUtensorMap k;  // {head_dim, token, KV head, page}; a box is a slab of box_rows keys
@@ -21,6 +28,7 @@ struct PrefillParams {
     gpu::KernelParams call;
     PrefillShape schedule;
     uint32_t* next_item;      // 0 between launches
+    PieceSums pieces;
     const int32_t* num_ctas;  // of this launch that have work; null: all
     bool pdl;                 // queries, keys and values are written by a kernel before this one
 };

@@ -19,11 +19,11 @@ inline constexpr auto kEvictNormal = static_cast<uint64_t>(cute::TMA::CacheHintS
 // zeros. Of the block table only entries are read that hold visible keys.
 template <class Config>
 __device__ __forceinline__ int32_t
-find_page(const PrefillParams& params, const PrefillItem& item, int tile) {
+find_page(const PrefillParams& params, const Item& item, int tile) {
     const int32_t in_tile = static_cast<int32_t>(threadIdx.x % 32) * params.box_rows;
     const int32_t key = tile * Config::kKeys + in_tile;
     const bool is_there =
-        tile >= first_tile<Config>(item) && key < item.keys.end && in_tile < Config::kKeys;
+        tile >= item.first_tile && key < item.keys.end && in_tile < Config::kKeys;
     if (!is_there) {
         return params.call.num_pages;
     }
@@ -37,7 +37,7 @@ find_page(const PrefillParams& params, const PrefillItem& item, int tile) {
 
 // Where in its page a key lies; packed rows are all one page.
 __device__ __forceinline__ int32_t
-find_offset(const PrefillParams& params, const PrefillItem& item, int32_t key) {
+find_offset(const PrefillParams& params, const Item& item, int32_t key) {
     uint32_t offset;
     params.call.page_size(offset, static_cast<uint32_t>(key));
     return item.sequence.kv_begin + static_cast<int32_t>(offset);
@@ -76,12 +76,12 @@ private:
         ItemReader<Config> items(shared_);
         RingPlace<kStages> ring;
         while (true) {
-            const PrefillItem& item = items.wait();
+            const Item& item = items.wait();
             if (item.num_tokens == kNoMore) {
                 break;
             }
-            const int first = first_tile<Config>(item);
-            int tile = last_tile<Config>(item);
+            const int first = item.first_tile;
+            int tile = item.last_tile;
             int32_t page = find_page<Config>(params_, item, tile);
             for (; tile >= first; --tile) {
                 const int32_t next_page = find_page<Config>(params_, item, tile - 1);
@@ -226,6 +226,12 @@ public:
 
     __device__ __forceinline__ void run() {
         gpu::PrefillItems items(params_.call, params_.schedule);
+        if (Config::kCuts && params_.pieces.most_pieces > 1) {
+            const uint32_t count = items.count_ahead();
+            shared_.cuts =
+                cut_items(count, num_ctas_with_work(params_), params_.pieces.most_pieces);
+            __syncwarp();
+        }
         RingPlace<kBuffers> buffer;
         for (uint32_t turn = 0;; ++turn) {
             wait(&shared_.item_free[turn % kItems], (turn / kItems % 2) ^ 1);
@@ -233,9 +239,8 @@ public:
                 // Not claimed before its queries have a place: others may come to it sooner.
                 wait(&shared_.q_free[buffer.index], buffer.turn ^ 1);
             }
-            const uint32_t number = claim();
-            PrefillItem& item = shared_.items[turn % kItems];
-            const bool found = items.find(number, item);
+            Item& item = shared_.items[turn % kItems];
+            const bool found = find(items, item);
             if (!found) {
                 item.num_tokens = kNoMore;
             }
@@ -244,10 +249,6 @@ public:
                 ClusterBarrier::arrive(&shared_.item_full[turn % kItems]);
             }
             if (!found) {
-                if (number == items.count() + num_ctas_with_work(params_) - 1 &&
-                    threadIdx.x % 32 == 0) {
-                    *params_.next_item = 0;  // this was the last of all claims
-                }
                 return;
             }
             if (kBuffers == 1) {
@@ -259,6 +260,56 @@ public:
     }
 
 private:
+    static constexpr uint32_t kLeastTiles = 1024 / Config::kKeys;  // of a piece
+
+    // Claims what is there to do. False: there is no more.
+    __device__ __forceinline__ bool find(gpu::PrefillItems& items, Item& item) {
+        while (true) {
+            const uint32_t number = claim();
+            const PrefillClaim place =
+                Config::kCuts ? claim_of(shared_.cuts, number) : PrefillClaim{number, 0};
+            if (!items.find(place.item, item)) {
+                const uint32_t more =
+                    Config::kCuts ? shared_.cuts.cut * (shared_.cuts.pieces - 1) : 0;
+                const uint32_t claims = items.count() + more;
+                if (number == claims + num_ctas_with_work(params_) - 1 && threadIdx.x % 32 == 0) {
+                    *params_.next_item = 0;  // this was the last of all claims
+                }
+                return false;
+            }
+            if (find_keys(place, item)) {
+                return true;
+            }
+        }
+    }
+
+    // At least one tile. False: the item has too few keys for so many pieces.
+    __device__ __forceinline__ bool find_keys(PrefillClaim place, Item& item) {
+        const KeyTiles all = {
+            item.keys.first / Config::kKeys,
+            max(item.keys.end - 1, item.keys.first) / Config::kKeys + 1,
+        };
+        item.pieces = 1;
+        item.first_tile = all.first;
+        item.last_tile = all.end - 1;
+        if (!Config::kCuts || place.item < shared_.cuts.whole) {
+            return true;
+        }
+        const uint32_t most = static_cast<uint32_t>(all.end - all.first) / kLeastTiles;
+        const uint32_t pieces = max(min(shared_.cuts.pieces, most), 1);
+        if (place.piece >= pieces) {
+            return false;
+        }
+        const KeyTiles mine = piece_of(all, place.piece, pieces);
+        item.first_tile = mine.first;
+        item.last_tile = mine.end - 1;
+        item.piece = static_cast<int32_t>(place.piece);
+        item.pieces = static_cast<int32_t>(pieces);
+        item.cut_item = static_cast<int32_t>(place.item - shared_.cuts.whole);
+        item.first_slot = item.cut_item * static_cast<int32_t>(shared_.cuts.pieces);
+        return true;
+    }
+
     __device__ __forceinline__ uint32_t claim() {
         uint32_t number = 0;
         if (threadIdx.x % 32 == 0) {
@@ -267,7 +318,7 @@ private:
         return __shfl_sync(kWarp, number, 0);
     }
 
-    __device__ __forceinline__ void load_queries(const PrefillItem& item, int buffer) {
+    __device__ __forceinline__ void load_queries(const Item& item, int buffer) {
         if (cute::elect_one_sync()) {
             ClusterTransactionBarrier::arrive_and_expect_tx(
                 &shared_.q_full[buffer], static_cast<uint32_t>(params_.query_bytes)

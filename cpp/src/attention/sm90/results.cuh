@@ -91,7 +91,7 @@ __device__ __forceinline__ void store_row(
 template <class Config>
 __device__ __forceinline__ void store_results(
     const gpu::KernelParams& params,
-    const PrefillItem& item,
+    const Item& item,
     const Rows& rows,
     float (&largest)[2],
     float (&sum)[2],

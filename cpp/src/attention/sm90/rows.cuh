@@ -33,7 +33,7 @@ struct Rows {
 };
 
 // The key at which the tile's first token stands.
-__device__ __forceinline__ int32_t diagonal_of(const PrefillItem& item) {
+__device__ __forceinline__ int32_t diagonal_of(const Item& item) {
     return item.sequence.kv_len - item.sequence.q_len + item.first_token;
 }
 
@@ -45,7 +45,7 @@ struct Visible {
 
 template <class Config>
 __device__ __forceinline__ Visible
-visible_in_tile(const PlanShape& shape, const PrefillItem& item, int32_t token, int32_t tile) {
+visible_in_tile(const PlanShape& shape, const Item& item, int32_t token, int32_t tile) {
     // As visible_keys(), with the sequence's last query at its last key.
     const int32_t diagonal = diagonal_of(item) + token;
     Visible keys = {0, item.sequence.kv_len};
@@ -64,7 +64,7 @@ visible_in_tile(const PlanShape& shape, const PrefillItem& item, int32_t token, 
 template <class Config, bool kBelow>
 __device__ __forceinline__ void mask_side(
     const PlanShape& shape,
-    const PrefillItem& item,
+    const Item& item,
     const Rows& rows,
     int32_t tile,
     float (&scores)[Config::kKeys / 2]
@@ -88,7 +88,7 @@ __device__ __forceinline__ void mask_side(
 template <class Config>
 __device__ __forceinline__ void mask(
     const PlanShape& shape,
-    const PrefillItem& item,
+    const Item& item,
     const Rows& rows,
     int32_t tile,
     float (&scores)[Config::kKeys / 2]
@@ -107,7 +107,7 @@ __device__ __forceinline__ float tanh_of(float x) {
 template <class Config>
 __device__ __forceinline__ void transform(
     const gpu::KernelParams& params,
-    const PrefillItem& item,
+    const Item& item,
     const Rows& rows,
     int32_t tile,
     float (&scores)[Config::kKeys / 2]

@@ -28,6 +28,7 @@ struct Config {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr PrefillTile kTile = prefill_tile(kHeadDim, kHeadDimV, kTransforms);
+    static constexpr bool kCuts = cuts_items(kHeadDimV, kTransforms);
     static constexpr int kRows = kTile.rows();
     static constexpr int kKeys = kTile.keys;
     static constexpr int kSlabs = kHeadDim / kSlabElements;
@@ -37,20 +38,17 @@ struct Config {
     static constexpr int kValueBytes = kKeys * kHeadDimV * 2;
 };
 
-using gpu::PrefillItem;
+// An item, or a piece of it.
+struct Item : gpu::PrefillItem {
+    int32_t first_tile;  // of keys: gone through from the last one down to this
+    int32_t last_tile;
+    int32_t piece;
+    int32_t pieces;
+    int32_t cut_item;    // among those that are cut
+    int32_t first_slot;  // of its pieces' sums
+};
 
 inline constexpr int32_t kNoMore = -1;  // num_tokens of what comes after the last item
-
-// Tiles of keys of an item, at least one: they are gone through from the last one down.
-template <class Config>
-__device__ __forceinline__ int32_t first_tile(const PrefillItem& item) {
-    return item.keys.first / Config::kKeys;
-}
-
-template <class Config>
-__device__ __forceinline__ int32_t last_tile(const PrefillItem& item) {
-    return max(item.keys.end - 1, item.keys.first) / Config::kKeys;
-}
 
 inline constexpr int kItems = 4;  // of the ring of items: a power of two
 
@@ -71,7 +69,8 @@ struct alignas(1024) Shared {
     uint64_t v_free[kStages];
     uint64_t item_full[kItems];
     uint64_t item_free[kItems];
-    PrefillItem items[kItems];
+    Item items[kItems];
+    PrefillCuts cuts;
 };
 
 // Until a barrier has completed a turn.
@@ -109,14 +108,14 @@ class ItemReader {
 public:
     __device__ explicit ItemReader(Shared<Config>& shared) : shared_(shared) {}
 
-    __device__ __forceinline__ const PrefillItem& wait() {
+    __device__ __forceinline__ const Item& wait() {
         sm90::wait(&shared_.item_full[next_ % kItems], next_ / kItems % 2);
-        const PrefillItem& item = shared_.items[next_ % kItems];
+        const Item& item = shared_.items[next_ % kItems];
         ++next_;
         return item;
     }
 
-    __device__ __forceinline__ void release(const PrefillItem& item) {
+    __device__ __forceinline__ void release(const Item& item) {
         __syncwarp();
         if (threadIdx.x % 32 == 0) {
             ClusterBarrier::arrive(&shared_.item_free[&item - shared_.items]);

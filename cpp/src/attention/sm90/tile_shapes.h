@@ -1,6 +1,10 @@
 #pragma once
 
-// Tiles of the WGMMA prefill kernel, by head dimensions.
+// Tiles of the WGMMA prefill kernel, by head dimensions. For the host as well.
+
+#include "attention/dispatch.h"
+
+#include <cstdint>
 
 namespace pagetile::sm90 {
 
@@ -18,8 +22,10 @@ struct PrefillTile {
 };
 
 // H200, docs/kernels/attention_sm90.md. The scores, the weights and the sums of a row live in
-// registers, K and V in what the queries leave of 227 KB of shared memory; within that, wide tiles
-// win, because a row's softmax costs the same for every tile.
+// registers, K and V in what the queries leave of 227 KB of shared memory. A warp stands still while
+// its products are issued: three warpgroups keep the tensor cores busier than two with tiles twice as
+// wide do (1 x 8192: 7 % fewer clocks). Otherwise wide tiles win, because a row's softmax costs the
+// same for every tile.
 //
 // transforms: scores need more than a positive factor, which takes registers.
 constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v, bool transforms) {
@@ -29,16 +35,33 @@ constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v, bool transforms
     if (head_dim <= 64) {
         return {.warpgroups = 3, .keys = 128, .stages = 3, .query_buffers = 2};
     }
-    if (head_dim <= 128) {
+    if (head_dim <= 128 && transforms) {
         return {.warpgroups = 2, .keys = 160, .stages = 2, .query_buffers = 2};
+    }
+    if (head_dim <= 128) {
+        return {.warpgroups = 3, .keys = 80, .stages = 2, .query_buffers = 2};
     }
     if (head_dim <= 192 && head_dim_v <= 128) {
         return {.warpgroups = 2, .keys = 128, .stages = 2, .query_buffers = 1};
     }
-    if (head_dim <= 192) {
-        return {.warpgroups = 2, .keys = 112, .stages = 2, .query_buffers = 1};
-    }
     return {.warpgroups = 2, .keys = 80, .stages = 2, .query_buffers = 1};
+}
+
+// The head dimensions of the instance that serves these: whole slabs of 64.
+constexpr HeadDims prefill_dims(HeadDims dims) { return dims.k == 96 ? HeadDims{128, 128} : dims; }
+
+// Whether an instance cuts items into pieces: others lack registers for it.
+constexpr bool cuts_items(int head_dim_v, bool transforms) {
+    return head_dim_v <= 128 && !transforms;
+}
+
+// Items that may be cut into pieces: so many have counters.
+inline constexpr int kMostCuts = 160;
+static_assert(kMostCuts * 12 * 2 * sizeof(uint32_t) < kPrefillCounterBytes);
+
+// Of the sums of a piece of an item (pieces.cuh).
+constexpr int64_t piece_bytes(const PrefillTile& tile, int head_dim_v) {
+    return 4 * tile.warpgroups * 32 * (head_dim_v / 2 + 4) * static_cast<int64_t>(sizeof(float));
 }
 
 // Registers of a thread after the warpgroups have settled between them what the launch gave to all:
@@ -53,8 +76,8 @@ constexpr int producer_registers(const PrefillTile& tile) {
     return at_launch * (tile.warpgroups + 1) - consumer_registers(tile) * tile.warpgroups;
 }
 
-static_assert(producer_registers(prefill_tile(128, 128, false)) == 24);
-static_assert(producer_registers(prefill_tile(64, 64, false)) == 32);
+static_assert(producer_registers(prefill_tile(128, 128, true)) == 24);
+static_assert(producer_registers(prefill_tile(128, 128, false)) == 32);
 static_assert(producer_registers(prefill_tile(192, 128, false)) == 40);
 
 }  // namespace pagetile::sm90

@@ -36,53 +36,51 @@ public:
     using Element = typename Config::Element;
     static constexpr int kChunks = Config::kSlabsV * 8;  // of 16 bytes, of a key
 
-    // By all consumers, before the products. Keys behind the last that a row sees become zeros (boxes
-    // behind it are), and so does what is not finite of the keys that only some rows see. True: there
-    // was such a value, and the results of the item are to be repaired.
+    // By all consumers, before the products: what is not finite of the keys that not all rows see
+    // becomes 0. Mostly there is nothing to do. (Boxes behind the last key that a row sees are zeros.)
+    // True: the results of the item may have to be repaired.
     static __device__ __forceinline__ bool clean(
-        const PrefillItem& item, int32_t tile, char* values, int warpgroup
+        const Item& item, int32_t tile, char* values, int warpgroup
     ) {
         const int32_t first = tile * Config::kKeys;
         const auto in_tile = [&](int32_t key) { return min(max(key - first, 0), Config::kKeys); };
-        const int32_t end = in_tile(item.keys.end);
         const int32_t begin_of_all = in_tile(item.keys.all_begin);
         const int32_t end_of_all = max(in_tile(item.keys.all_end), begin_of_all);
-        const int32_t end_of_box = (end + kGranule - 1) / kGranule * kGranule;
-        for_each_chunk(values, end, end_of_box, [](uint4& bytes) {
-            bytes = {0, 0, 0, 0};  // all warpgroups write the same
-        });
-        const bool found =
-            has_non_finite(values, 0, begin_of_all) || has_non_finite(values, end_of_all, end);
-        cutlass::arch::fence_view_async_shared();
-        if (!ptx::any_at_barrier(static_cast<int>(Barrier::kWarpgroup) + warpgroup, 128, found))
-            [[likely]] {
+        const int32_t end_of_box =
+            (in_tile(item.keys.end) + kGranule - 1) / kGranule * kGranule;
+        const Chunks edges = {begin_of_all * kChunks, end_of_all * kChunks, end_of_box * kChunks};
+        if (!any(warpgroup, has_non_finite(values, edges))) [[likely]] {
             return false;
         }
         meet();  // all warpgroups have read the same, and so have come here
-        remove_non_finite(values, 0, begin_of_all);
-        remove_non_finite(values, end_of_all, end);
+        remove_non_finite(values, edges);
         cutlass::arch::fence_view_async_shared();
         meet();
         return true;
     }
 
 private:
+    // Of the 16 bytes of a tile, counted key by key: [0, before) and [after, end).
+    struct Chunks {
+        int32_t before;
+        int32_t after;
+        int32_t end;
+
+        __device__ __forceinline__ int32_t count() const { return before + end - after; }
+
+        __device__ __forceinline__ int32_t operator[](int32_t i) const {
+            return i < before ? i : i - before + after;
+        }
+    };
+
+    static __device__ __forceinline__ bool any(int warpgroup, bool found) {
+        return ptx::any_at_barrier(static_cast<int>(Barrier::kWarpgroup) + warpgroup, 128, found);
+    }
+
     static __device__ __forceinline__ void meet() {
         ptx::sync_at_barrier(
             static_cast<int>(Barrier::kAllConsumers), 128 * Config::kTile.warpgroups
         );
-    }
-
-    // 16 bytes after 16 bytes of the keys, in whatever order: each has its thread.
-    template <class Do>
-    static __device__ __forceinline__ void for_each_chunk(
-        char* values, int32_t begin, int32_t end, const Do& act
-    ) {
-        const auto me = static_cast<int32_t>(threadIdx.x % 128);
-#pragma unroll 1
-        for (int32_t i = begin * kChunks + me; i < end * kChunks; i += 128) {
-            act(chunk_at(values, i));
-        }
     }
 
     static __device__ __forceinline__ uint4& chunk_at(char* values, int32_t number) {
@@ -97,40 +95,41 @@ private:
     // 0 times what is not finite is a NaN, and a sum with a NaN is one. Four loads at a time, for the
     // latency of one.
     static __device__ __forceinline__ bool has_non_finite(
-        char* values, int32_t begin, int32_t end
+        char* values, const Chunks& chunks
     ) {
         constexpr int kAtOnce = 4;
-        const auto me = static_cast<int32_t>(threadIdx.x % 128);
+        const int32_t count = chunks.count();
         uint32_t sum = 0;
 #pragma unroll 1
-        for (int32_t i = begin * kChunks + me; i < end * kChunks; i += 128 * kAtOnce) {
-            uint4 chunks[kAtOnce];
+        for (auto i = static_cast<int32_t>(threadIdx.x % 128); i < count; i += 128 * kAtOnce) {
+            uint4 bytes[kAtOnce];
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {
                 // Behind the end once more the first one.
-                const int32_t at = i + 128 * k < end * kChunks ? i + 128 * k : i;
-                chunks[k] = chunk_at(values, at);
+                bytes[k] = chunk_at(values, chunks[i + 128 * k < count ? i + 128 * k : i]);
             }
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {
-                sum = add_times_zero(Element{}, chunks[k].x, sum);
-                sum = add_times_zero(Element{}, chunks[k].y, sum);
-                sum = add_times_zero(Element{}, chunks[k].z, sum);
-                sum = add_times_zero(Element{}, chunks[k].w, sum);
+                sum = add_times_zero(Element{}, bytes[k].x, sum);
+                sum = add_times_zero(Element{}, bytes[k].y, sum);
+                sum = add_times_zero(Element{}, bytes[k].z, sum);
+                sum = add_times_zero(Element{}, bytes[k].w, sum);
             }
         }
         return non_finite_halves<Element>(sum) != 0;
     }
 
-    static __device__ __forceinline__ void remove_non_finite(
-        char* values, int32_t begin, int32_t end
-    ) {
-        for_each_chunk(values, begin, end, [](uint4& bytes) {
+    // Every warpgroup writes the same.
+    static __device__ __forceinline__ void remove_non_finite(char* values, const Chunks& chunks) {
+        const int32_t count = chunks.count();
+#pragma unroll 1
+        for (auto i = static_cast<int32_t>(threadIdx.x % 128); i < count; i += 128) {
+            uint4& bytes = chunk_at(values, chunks[i]);
             bytes.x &= ~non_finite_halves<Element>(bytes.x);
             bytes.y &= ~non_finite_halves<Element>(bytes.y);
             bytes.z &= ~non_finite_halves<Element>(bytes.z);
             bytes.w &= ~non_finite_halves<Element>(bytes.w);
-        });
+        }
     }
 };
 
@@ -143,22 +142,52 @@ public:
     using Element = typename Config::Element;
 
     static __device__ __noinline__ void run(
-        const gpu::KernelParams& params, const PrefillItem& item, int warpgroup
+        const gpu::KernelParams& params, const Item& item, int warpgroup
     ) {
         __syncwarp();  // the rows are stored
         const int32_t begin_of_all = item.keys.all_begin;
         const int32_t end_of_all = max(item.keys.all_end, begin_of_all);
-        for (int32_t key = item.keys.first; key < min(begin_of_all, item.keys.end); ++key) {
-            add_key(params, item, warpgroup, key);
-        }
-        for (int32_t key = max(end_of_all, item.keys.first); key < item.keys.end; ++key) {
-            add_key(params, item, warpgroup, key);
-        }
+        add_keys(
+            params, item, warpgroup, {item.keys.first, min(begin_of_all, item.keys.end)}
+        );
+        add_keys(params, item, warpgroup, {max(end_of_all, item.keys.first), item.keys.end});
     }
 
 private:
+    // Of 32 keys at a time those that have such a value: mostly none has, and what was found before
+    // the products lay behind the keys that rows see.
+    static __device__ void add_keys(
+        const gpu::KernelParams& params, const Item& item, int warpgroup, KeyRange keys
+    ) {
+        for (int32_t first = keys.begin; first < keys.end; first += 32) {
+            const auto mine = first + static_cast<int32_t>(threadIdx.x % 32);
+            const bool is_wild = mine < keys.end && has_non_finite(params, item, mine);
+            unsigned wild = __ballot_sync(kWarp, is_wild);
+            for (; wild != 0; wild &= wild - 1) {
+                add_key(params, item, warpgroup, first + __ffs(static_cast<int>(wild)) - 1);
+            }
+        }
+    }
+
+    // Values lie at multiples of 16 bytes.
+    static __device__ bool has_non_finite(
+        const gpu::KernelParams& params, const Item& item, int32_t key
+    ) {
+        const auto* values = reinterpret_cast<const uint4*>(find_values(params, item, key));
+        uint32_t sum = 0;
+#pragma unroll 4
+        for (int32_t i = 0; values != nullptr && i < params.head_dim_v / 8; ++i) {
+            const uint4 bytes = values[i];
+            sum = add_times_zero(Element{}, bytes.x, sum);
+            sum = add_times_zero(Element{}, bytes.y, sum);
+            sum = add_times_zero(Element{}, bytes.z, sum);
+            sum = add_times_zero(Element{}, bytes.w, sum);
+        }
+        return non_finite_halves<Element>(sum) != 0;
+    }
+
     static __device__ void add_key(
-        const gpu::KernelParams& params, const PrefillItem& item, int warpgroup, int32_t key
+        const gpu::KernelParams& params, const Item& item, int warpgroup, int32_t key
     ) {
         const auto* values = find_values(params, item, key);
         if (values == nullptr) {
@@ -175,7 +204,7 @@ private:
     // Of the warp's 16 rows, by the lane that has the column.
     static __device__ void add(
         const gpu::KernelParams& params,
-        const PrefillItem& item,
+        const Item& item,
         int warpgroup,
         int32_t key,
         int32_t column,
@@ -201,7 +230,7 @@ private:
     }
 
     static __device__ const uint16_t* find_values(
-        const gpu::KernelParams& params, const PrefillItem& item, int32_t key
+        const gpu::KernelParams& params, const Item& item, int32_t key
     ) {
         const gpu::KvSide& v = params.kv[1];
         const char* row = v.data + item.kv_head * v.head_stride;
