@@ -49,14 +49,13 @@ public:
         start_scores();
         cute::warpgroup_wait<0>();
         end_scores(tile == first);
-        int32_t at_edge = is_at_edge(*item, tile);
+        int32_t at_edge = is_at_edge<Config>(*item, tile);
         rule(*item, tile, at_edge);
         softmax_.step(scores_, factor_);
         pack_weights();
 
-        int32_t is_new = 1;    // no values have been added yet
-        int32_t is_clean = 1;  // and none has been left out
-        float largest[2];      // of the item that ends
+        int32_t is_new = 1;  // no values have been added yet
+        float largest[2];    // of the item that ends
         float sum[2];
         while (true) {
             const bool is_last = tile == first;
@@ -74,7 +73,7 @@ public:
             wait(&shared_.k_full[k_.index], k_.turn);
             cute::warpgroup_arrive();
             start_scores();
-            is_clean = wait_for_values(*item, tile, at_edge) ? is_clean : 0;
+            wait(&shared_.v_full[v_.index], v_.turn);
             if (is_last) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
@@ -86,7 +85,7 @@ public:
             // Again: else ptxas adds one in a branch, and makes every product wait for the one before.
             cute::warpgroup_arrive();
             start_values(is_new == 0);
-            const int32_t next_at_edge = is_at_edge(*next, next_tile);
+            const int32_t next_at_edge = is_at_edge<Config>(*next, next_tile);
             cute::warpgroup_wait<1>();
             end_scores(next_tile == first);
             rule(*next, next_tile, next_at_edge);
@@ -94,7 +93,7 @@ public:
             if (!is_last) {
                 rescale();
             } else {
-                end_item(*item, largest, sum, is_clean);
+                end_item(*item, largest, sum);
             }
             pack_weights();
             is_new = is_last ? 1 : 0;
@@ -107,11 +106,11 @@ public:
                 }
             }
         }
-        is_clean = wait_for_values(*item, tile, at_edge) ? is_clean : 0;
+        wait(&shared_.v_full[v_.index], v_.turn);
         cute::warpgroup_arrive();
         start_values(is_new == 0);
         cute::warpgroup_wait<0>();
-        end_item(*item, softmax_.largest, softmax_.sum, is_clean);
+        end_item(*item, softmax_.largest, softmax_.sum);
     }
 
 private:
@@ -209,53 +208,32 @@ private:
         }
     }
 
-    // Whether some row does not see all of the tile.
-    static __device__ __forceinline__ int32_t is_at_edge(const Item& item, int32_t tile) {
-        return static_cast<int32_t>((tile + 1) * kKeys > item.keys.all_end) |
-               static_cast<int32_t>(tile * kKeys < item.keys.all_begin);
-    }
-
-    // Three warpgroups have no registers to keep them in between.
-    __device__ __forceinline__ Rows rows() const {
-        return Config::kTile.warpgroups > 2 ? Rows(params_, warpgroup_) : rows_;
-    }
-
     // What a score is besides a product.
     __device__ __forceinline__ void rule(const Item& item, int32_t tile, int32_t at_edge) {
         if constexpr (Config::kTransforms) {
-            transform<Config>(params_, item, rows(), tile, scores_);
+            transform<Config>(params_, item, rows_, tile, scores_);
         }
         if (at_edge != 0) [[unlikely]] {
-            mask<Config>(params_.shape, item, rows(), tile, scores_);
+            mask<Config>(params_.shape, item, rows_, tile, scores_);
         }
     }
 
     // False: of these values some were left out.
-    __device__ __forceinline__ bool wait_for_values(
-        const Item& item, int32_t tile, int32_t at_edge
-    ) {
-        wait(&shared_.v_full[v_.index], v_.turn);
-        return at_edge == 0 ||
-               !EdgeValues<Config>::clean(
-                   item, tile, shared_.v[v_.index], warpgroup_
-               );
-    }
-
     __device__ __forceinline__ void end_item(
-        const Item& item, float (&largest)[2], float (&sum)[2], int32_t& is_clean
+        const Item& item, float (&largest)[2], float (&sum)[2]
     ) {
+        bool is_wild = shared_.is_wild[&item - shared_.items];
         bool is_whole = true;
         if constexpr (Config::kCuts) {
             is_whole = item.pieces == 1 ||
-                       Pieces<Config>::merge(pieces_, item, largest, sum, out_, is_clean);
+                       Pieces<Config>::merge(pieces_, item, largest, sum, out_, is_wild);
         }
         if (is_whole) {
-            store_results<Config>(params_, item, rows(), largest, sum, out_);
-            if (is_clean == 0) [[unlikely]] {
+            store_results<Config>(params_, item, rows_, largest, sum, out_);
+            if (is_wild) [[unlikely]] {
                 Repair<Config>::run(params_, item, warpgroup_);
             }
         }
-        is_clean = 1;
         items_.release(item);
     }
 

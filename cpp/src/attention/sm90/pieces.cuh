@@ -21,7 +21,7 @@ public:
         float (&largest)[2],
         float (&sum)[2],
         float (&out)[Config::kHeadDimV / 2],
-        int32_t& is_clean
+        bool& is_wild
     ) {
         const auto warp = static_cast<int32_t>(threadIdx.x / 32) - 4;
         float4* const sums = memory.sums + static_cast<int64_t>(item.first_slot) * kPieceParts +
@@ -34,7 +34,7 @@ public:
             __stcg(mine + 32 * (i + 1), make_float4(four[0], four[1], four[2], four[3]));
         }
         uint32_t* const counter = memory.counters + 2 * (item.cut_item * kWarps + warp);
-        if (!is_last(counter, item.pieces, is_clean)) {
+        if (!is_last(counter, item.pieces, is_wild)) {
             return false;
         }
         largest[0] = largest[1] = -kInfinity;
@@ -80,27 +80,27 @@ private:
         return of_piece == -kInfinity ? 0.0f : ptx::exp2_approx(of_piece - of_all);
     }
 
-    // Whether this warp is the last of the pieces'. is_clean is then true of all of them.
+    // Whether this warp is the last of the pieces'. is_wild is then of all of them.
     static __device__ __forceinline__ bool is_last(
-        uint32_t* counter, int32_t pieces, int32_t& is_clean
+        uint32_t* counter, int32_t pieces, bool& is_wild
     ) {
         __syncwarp();
         uint32_t arrived = 0;
-        uint32_t unclean = 0;
+        uint32_t wild = 0;
         if (threadIdx.x % 32 == 0) {
-            if (is_clean == 0) [[unlikely]] {
+            if (is_wild) [[unlikely]] {
                 atomicExch(counter + 1, 1);
             }
             const auto last = static_cast<uint32_t>(pieces - 1);
             arrived = ptx::count_arrival(counter, last) == last ? 1 : 0;
             if (arrived != 0) {
-                unclean = __ldcg(counter + 1);
+                wild = __ldcg(counter + 1);
             }
-            if (unclean != 0) [[unlikely]] {
+            if (wild != 0) [[unlikely]] {
                 __stcg(counter + 1, 0);
             }
         }
-        is_clean = __shfl_sync(kWarp, unclean, 0) == 0 ? 1 : 0;
+        is_wild = __shfl_sync(kWarp, wild, 0) != 0;
         return __shfl_sync(kWarp, arrived, 0) != 0;
     }
 };

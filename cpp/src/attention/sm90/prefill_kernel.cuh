@@ -20,6 +20,7 @@ __device__ __forceinline__ void begin_barriers(Shared<Config>& shared) {
         for (int i = 0; i < Config::kTile.stages; ++i) {
             ClusterBarrier::init(&shared.k_full[i], 1);
             ClusterBarrier::init(&shared.v_full[i], 1);
+            ClusterBarrier::init(&shared.v_loaded[i], 1);
             ClusterBarrier::init(&shared.k_free[i], kWarpgroups);
             ClusterBarrier::init(&shared.v_free[i], kWarpgroups);
         }

@@ -3,7 +3,7 @@
 // The producer warpgroup: fills the rings by TMA. Each warp does one thing, and in it one elected
 // lane issues the copies (16 lanes that issue cost 5 %, H200).
 
-#include "attention/sm90/shared.cuh"
+#include "attention/sm90/values.cuh"
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -98,37 +98,43 @@ private:
                         pages[i] = __shfl_sync(kWarp, page, kFirst + i * kStep);
                     }
                 }
+                const bool looks = kIsV && is_at_edge<Config>(item, tile) != 0;
                 uint64_t* free = kIsV ? shared_.v_free : shared_.k_free;
+                uint64_t* full = looks ? shared_.v_loaded : kIsV ? shared_.v_full : shared_.k_full;
+                full += ring.index;
                 wait(&free[ring.index], ring.turn ^ 1);
                 if constexpr (kWholeGranules) {
                     if (cute::elect_one_sync()) {
-                        expect<kIsV, kFirst>(ring.index);
+                        expect<kIsV, kFirst>(full);
 #pragma unroll
                         for (int i = 0; i < kBoxes; ++i) {
                             const int in_tile = (kFirst + i * kStep) * kGranule;
                             if constexpr (kIsV) {
-                                copy_values(kv_head, pages[i], offset, ring.index, in_tile);
+                                copy_values(kv_head, pages[i], offset, full, ring.index, in_tile);
                             } else {
-                                copy_keys(kv_head, pages[i], offset, ring.index, in_tile);
+                                copy_keys(kv_head, pages[i], offset, full, ring.index, in_tile);
                             }
                             offset = next_offset<kStep>(offset);
                         }
                     }
                 } else {
                     if (cute::elect_one_sync()) {
-                        expect<kIsV, kFirst>(ring.index);
+                        expect<kIsV, kFirst>(full);
                     }
                     __syncwarp();
                     const int in_tile = key - tile * Config::kKeys;
                     if (threadIdx.x % kStep == kFirst && in_tile < Config::kKeys) {
                         if constexpr (kIsV) {
-                            copy_values_by_slabs(kv_head, page, offset, ring.index, in_tile);
+                            copy_values_by_slabs(kv_head, page, offset, full, ring.index, in_tile);
                         } else {
-                            copy_keys(kv_head, page, offset, ring.index, in_tile);
+                            copy_keys(kv_head, page, offset, full, ring.index, in_tile);
                         }
                     }
                 }
                 __syncwarp();
+                if (looks) {
+                    look_at_values(item, tile, ring.index);
+                }
                 ring.advance();
                 page = next_page;
             }
@@ -138,12 +144,25 @@ private:
 
     // Of two warps that fill a stage, one says how much will come.
     template <bool kIsV, int kFirst>
-    __device__ __forceinline__ void expect(int stage) {
+    __device__ __forceinline__ void expect(uint64_t* full) {
         if constexpr (kFirst == 0) {
             ClusterTransactionBarrier::arrive_and_expect_tx(
-                kIsV ? &shared_.v_full[stage] : &shared_.k_full[stage],
-                kIsV ? Config::kValueBytes : Config::kKeyBytes
+                full, kIsV ? Config::kValueBytes : Config::kKeyBytes
             );
+        }
+    }
+
+    // Before the consumers get them: there is time, for they get to them one tile later.
+    __device__ __forceinline__ void look_at_values(const Item& item, int tile, int stage) {
+        wait(&shared_.v_loaded[stage], looks_ >> stage & 1);
+        looks_ ^= 1u << stage;
+        const bool is_wild = EdgeValues<Config>::clean(item, tile, shared_.v[stage]);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            if (is_wild) [[unlikely]] {
+                shared_.is_wild[&item - shared_.items] = true;
+            }
+            ClusterBarrier::arrive(&shared_.v_full[stage]);
         }
     }
 
@@ -156,11 +175,11 @@ private:
 
     // All slabs of 16 keys, `in_tile` and the following.
     __device__ __forceinline__ void copy_values(
-        int32_t kv_head, int32_t page, int32_t offset, int stage, int in_tile
+        int32_t kv_head, int32_t page, int32_t offset, uint64_t* full, int stage, int in_tile
     ) {
         cute::SM90_TMA_LOAD_5D::copy(
             &params_.v,
-            &shared_.v_full[stage],
+            full,
             kEvictNormal,
             shared_.v[stage] + in_tile * Config::kSlabsV * kSlabBytes,
             0,
@@ -173,7 +192,7 @@ private:
 
     // 16 or 8 keys.
     __device__ __forceinline__ void copy_values_by_slabs(
-        int32_t kv_head, int32_t page, int32_t offset, int stage, int in_tile
+        int32_t kv_head, int32_t page, int32_t offset, uint64_t* full, int stage, int in_tile
     ) {
         char* to = shared_.v[stage] + in_tile / kGranule * Config::kSlabsV * kGranuleBytes +
                    in_tile % kGranule * kSlabBytes;
@@ -181,7 +200,7 @@ private:
         for (int slab = 0; slab < Config::kSlabsV; ++slab) {
             cute::SM90_TMA_LOAD_4D::copy(
                 &params_.v,
-                &shared_.v_full[stage],
+                full,
                 kEvictNormal,
                 to + slab * kGranuleBytes,
                 slab * kSlabElements,
@@ -193,13 +212,13 @@ private:
     }
 
     __device__ __forceinline__ void copy_keys(
-        int32_t kv_head, int32_t page, int32_t offset, int stage, int in_tile
+        int32_t kv_head, int32_t page, int32_t offset, uint64_t* full, int stage, int in_tile
     ) {
 #pragma unroll
         for (int slab = 0; slab < Config::kSlabs; ++slab) {
             cute::SM90_TMA_LOAD_4D::copy(
                 &params_.k,
-                &shared_.k_full[stage],
+                full,
                 kEvictNormal,
                 shared_.k[stage] + (slab * Config::kKeys + in_tile) * kSlabBytes,
                 slab * kSlabElements,
@@ -212,6 +231,7 @@ private:
 
     const PrefillParams& params_;
     Storage& shared_;
+    uint32_t looks_ = 0;  // a bit a stage: whether v_loaded is in an odd turn
 };
 
 // One warp: claims items, tells them to all others, and loads their queries.
@@ -240,6 +260,7 @@ public:
                 wait(&shared_.q_free[buffer.index], buffer.turn ^ 1);
             }
             Item& item = shared_.items[turn % kItems];
+            shared_.is_wild[turn % kItems] = false;
             const bool found = find(items, item);
             if (!found) {
                 item.num_tokens = kNoMore;

@@ -48,6 +48,13 @@ struct Item : gpu::PrefillItem {
     int32_t first_slot;  // of its pieces' sums
 };
 
+// Whether some row does not see all of a tile of keys.
+template <class Config>
+__device__ __forceinline__ int32_t is_at_edge(const Item& item, int32_t tile) {
+    return static_cast<int32_t>((tile + 1) * Config::kKeys > item.keys.all_end) |
+           static_cast<int32_t>(tile * Config::kKeys < item.keys.all_begin);
+}
+
 inline constexpr int32_t kNoMore = -1;  // num_tokens of what comes after the last item
 
 inline constexpr int kItems = 4;  // of the ring of items: a power of two
@@ -67,9 +74,11 @@ struct alignas(1024) Shared {
     uint64_t k_free[kStages];
     uint64_t v_full[kStages];
     uint64_t v_free[kStages];
+    uint64_t v_loaded[kStages];  // before v_full, where values are looked at first
     uint64_t item_full[kItems];
     uint64_t item_free[kItems];
     Item items[kItems];
+    bool is_wild[kItems];  // values have been left out, and the results are to be repaired
     PrefillCuts cuts;
 };
 

@@ -44,6 +44,9 @@ constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v, bool transforms
     if (head_dim <= 192 && head_dim_v <= 128) {
         return {.warpgroups = 2, .keys = 128, .stages = 2, .query_buffers = 1};
     }
+    if (head_dim <= 192) {
+        return {.warpgroups = 2, .keys = 112, .stages = 2, .query_buffers = 1};
+    }
     return {.warpgroups = 2, .keys = 80, .stages = 2, .query_buffers = 1};
 }
 

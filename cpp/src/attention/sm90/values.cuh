@@ -9,12 +9,6 @@
 
 namespace pagetile::sm90 {
 
-// Named barriers of the consumers; 0 is __syncthreads'.
-enum class Barrier : int {
-    kAllConsumers = 1,
-    kWarpgroup = 2,  // and the next ones, one for each consumer warpgroup
-};
-
 template <class Element>
 inline constexpr uint32_t kExponents = 0x7f807f80;  // all ones: infinity or NaN
 
@@ -36,12 +30,10 @@ public:
     using Element = typename Config::Element;
     static constexpr int kChunks = Config::kSlabsV * 8;  // of 16 bytes, of a key
 
-    // By all consumers, before the products: what is not finite of the keys that not all rows see
-    // becomes 0. Mostly there is nothing to do. (Boxes behind the last key that a row sees are zeros.)
-    // True: the results of the item may have to be repaired.
-    static __device__ __forceinline__ bool clean(
-        const Item& item, int32_t tile, char* values, int warpgroup
-    ) {
+    // By the warp that loads values: what is not finite of the keys that not all rows see becomes 0.
+    // Mostly there is nothing to do. (Boxes behind the last key that a row sees are zeros.) True: the
+    // results of the item may have to be repaired.
+    static __device__ __forceinline__ bool clean(const Item& item, int32_t tile, char* values) {
         const int32_t first = tile * Config::kKeys;
         const auto in_tile = [&](int32_t key) { return min(max(key - first, 0), Config::kKeys); };
         const int32_t begin_of_all = in_tile(item.keys.all_begin);
@@ -49,13 +41,11 @@ public:
         const int32_t end_of_box =
             (in_tile(item.keys.end) + kGranule - 1) / kGranule * kGranule;
         const Chunks edges = {begin_of_all * kChunks, end_of_all * kChunks, end_of_box * kChunks};
-        if (!any(warpgroup, has_non_finite(values, edges))) [[likely]] {
+        if (!__any_sync(kWarp, has_non_finite(values, edges))) [[likely]] {
             return false;
         }
-        meet();  // all warpgroups have read the same, and so have come here
         remove_non_finite(values, edges);
         cutlass::arch::fence_view_async_shared();
-        meet();
         return true;
     }
 
@@ -72,16 +62,6 @@ private:
             return i < before ? i : i - before + after;
         }
     };
-
-    static __device__ __forceinline__ bool any(int warpgroup, bool found) {
-        return ptx::any_at_barrier(static_cast<int>(Barrier::kWarpgroup) + warpgroup, 128, found);
-    }
-
-    static __device__ __forceinline__ void meet() {
-        ptx::sync_at_barrier(
-            static_cast<int>(Barrier::kAllConsumers), 128 * Config::kTile.warpgroups
-        );
-    }
 
     static __device__ __forceinline__ uint4& chunk_at(char* values, int32_t number) {
         const int32_t key = number / kChunks;
@@ -101,12 +81,12 @@ private:
         const int32_t count = chunks.count();
         uint32_t sum = 0;
 #pragma unroll 1
-        for (auto i = static_cast<int32_t>(threadIdx.x % 128); i < count; i += 128 * kAtOnce) {
+        for (auto i = static_cast<int32_t>(threadIdx.x % 32); i < count; i += 32 * kAtOnce) {
             uint4 bytes[kAtOnce];
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {
                 // Behind the end once more the first one.
-                bytes[k] = chunk_at(values, chunks[i + 128 * k < count ? i + 128 * k : i]);
+                bytes[k] = chunk_at(values, chunks[i + 32 * k < count ? i + 32 * k : i]);
             }
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {
@@ -119,11 +99,10 @@ private:
         return non_finite_halves<Element>(sum) != 0;
     }
 
-    // Every warpgroup writes the same.
     static __device__ __forceinline__ void remove_non_finite(char* values, const Chunks& chunks) {
         const int32_t count = chunks.count();
 #pragma unroll 1
-        for (auto i = static_cast<int32_t>(threadIdx.x % 128); i < count; i += 128) {
+        for (auto i = static_cast<int32_t>(threadIdx.x % 32); i < count; i += 32) {
             uint4& bytes = chunk_at(values, chunks[i]);
             bytes.x &= ~non_finite_halves<Element>(bytes.x);
             bytes.y &= ~non_finite_halves<Element>(bytes.y);
