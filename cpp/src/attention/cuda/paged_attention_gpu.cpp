@@ -292,11 +292,14 @@ sm90::PieceSums pieces_of(const Call& call) {
 // The WGMMA kernel's parameters. False: these tensors are not for it.
 bool describe_wgmma_prefill(const Call& call, sm90::PrefillParams& prefill) {
     const AttentionParams& params = call.params;
-    const bool has_16_bits = params.kv_dtype == params.q_dtype && !is_float8(params.q_dtype);
-    if (call.shape.long_rows < 0 || !call.gpu.has_wgmma || !has_16_bits) {
+    const HeadDims dims = sm90::prefill_dims(call.dims);
+    const bool has_instance =
+        is_float8(params.kv_dtype)
+            ? sm90::can_widen(params.q_dtype, dims, call.kernel.transforms)
+            : params.kv_dtype == params.q_dtype;
+    if (call.shape.long_rows < 0 || !call.gpu.has_wgmma || !has_instance) {
         return false;
     }
-    const HeadDims dims = sm90::prefill_dims(call.dims);
     prefill.call = call.kernel;
     prefill.call.out_is_aligned = is_aligned(params.out, 16) &&
                                   is_multiple(params.out_row_stride, 8) &&
@@ -305,7 +308,7 @@ bool describe_wgmma_prefill(const Call& call, sm90::PrefillParams& prefill) {
         prefill_shape(call, sm90::prefill_tile(dims.k, dims.v, call.kernel.transforms).rows());
     prefill.next_item = next_item_of(call);
     prefill.pieces = pieces_of(call);
-    if (!sm90::describe_tensors(prefill, params.q_dtype, dims)) {
+    if (!sm90::describe_tensors(prefill, params.q_dtype, params.kv_dtype, dims)) {
         return false;
     }
     if (params.block_table == nullptr) {
@@ -328,6 +331,7 @@ void launch_wgmma_prefill(Call& call, sm90::PrefillParams& prefill) {
     sm90::launch_prefill(
         prefill,
         call.params.q_dtype,
+        call.params.kv_dtype,
         sm90::prefill_dims(call.dims),
         call.gpu.num_sms,
         call.params.device,

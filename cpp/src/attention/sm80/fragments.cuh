@@ -6,6 +6,7 @@
 // In an accumulator of 16 x 8, lane 4 g + t holds [0] (g, 2t), [1] (g, 2t + 1), [2] (g + 8, 2t),
 // [3] (g + 8, 2t + 1).
 
+#include "attention/cuda/widen.cuh"
 #include "attention/sm80/kv_ring.cuh"
 #include "common/ptx.cuh"
 
@@ -21,6 +22,9 @@
 #include <type_traits>
 
 namespace pagetile::sm80 {
+
+using gpu::widen;
+using gpu::widen_in_turn;
 
 // What the tensor cores multiply: fp16 or bf16, two to a register.
 template <class Math>
@@ -55,50 +59,6 @@ struct MathType<cutlass::bfloat16_t> {
         return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
     }
 };
-
-// e4m3 as fp16, exactly, where no instruction does it: the lowest and the third byte. As bits of an
-// fp16, an e4m3 moved up by 7 is its value times 2^-8, subnormals too; 0x7f is NaN.
-__device__ __forceinline__ uint32_t widen_e4m3_by_bits(uint32_t apart) {
-    const uint32_t magnitude = apart & 0x007f007f;
-    const uint32_t bits = (apart & 0x00800080) << 8 | magnitude << 7;
-    const uint32_t nan = ((magnitude + 0x00010001) >> 7 & 0x00010001) * 0x7e00;
-    const __half2 wide = __hmul2(
-        reinterpret_cast<const __half2&>(bits), __half2half2(__ushort_as_half(0x5c00))  // 2^8
-    );
-    return reinterpret_cast<const uint32_t&>(wide) | nan;
-}
-
-// Four bytes of fp8 as fp16, exactly: the first two and the last two.
-template <class Stored>
-__device__ __forceinline__ void widen(uint32_t& low, uint32_t& high, uint32_t four) {
-    if constexpr (std::is_same_v<Stored, cutlass::float_e5m2_t>) {
-        low = __byte_perm(four, 0, 0x1404);  // the upper half of an fp16 is an e5m2
-        high = __byte_perm(four, 0, 0x3424);
-    } else {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
-        ptx::widen_e4m3(low, high, four);
-#else
-        low = widen_e4m3_by_bits(__byte_perm(four & 0xffff, 0, 0x4140));
-        high = widen_e4m3_by_bits(__byte_perm(four >> 16, 0, 0x4140));
-#endif
-    }
-}
-
-// The first and the third, the second and the fourth.
-template <class Stored>
-__device__ __forceinline__ void widen_in_turn(uint32_t& even, uint32_t& odd, uint32_t four) {
-    if constexpr (std::is_same_v<Stored, cutlass::float_e5m2_t>) {
-        even = __byte_perm(four, 0, 0x2404);
-        odd = __byte_perm(four, 0, 0x3414);
-    } else {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
-        ptx::widen_e4m3(even, odd, __byte_perm(four, 0, 0x3120));
-#else
-        even = widen_e4m3_by_bits(four);
-        odd = widen_e4m3_by_bits(four >> 8);
-#endif
-    }
-}
 
 template <class Config>
 struct Fragments {

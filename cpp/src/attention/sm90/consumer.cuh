@@ -28,6 +28,7 @@ public:
     Consumer(const PrefillParams& params, Storage& shared, int warpgroup)
         : params_(params.call),
           pieces_(params.pieces),
+          is_e5m2_(params.is_e5m2),
           shared_(shared),
           items_(shared),
           rows_(params.call, warpgroup),
@@ -50,6 +51,7 @@ public:
         cute::warpgroup_wait<0>();
         end_scores(tile == first);
         int32_t at_edge = is_at_edge<Config>(*item, tile);
+        set_factor(*item);
         rule(*item, tile, at_edge);
         softmax_.step(scores_, factor_);
         pack_weights();
@@ -88,6 +90,9 @@ public:
             const int32_t next_at_edge = is_at_edge<Config>(*next, next_tile);
             cute::warpgroup_wait<1>();
             end_scores(next_tile == first);
+            if (is_last) {
+                set_factor(*next);
+            }
             rule(*next, next_tile, next_at_edge);
             weigh();
             if (!is_last) {
@@ -101,7 +106,8 @@ public:
             tile = next_tile;
             at_edge = next_at_edge;
             if constexpr (!Config::kTransforms) {
-                if (is_new == 0 && at_edge == 0) {
+                const bool is_plain = !Config::kWidens || item->factor > 0.0f;
+                if (is_new == 0 && at_edge == 0 && is_plain) {
                     pass_inside(*item, tile, first);
                 }
             }
@@ -186,7 +192,7 @@ private:
                               .plus(static_cast<uint32_t>(v_.index * Config::kValueBytes));
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-            multiply_values<Element, Config::kHeadDimV>(
+            multiply_values<typename Config::Value, Config::kHeadDimV>(
                 weights_ + 4 * step,
                 v.plus(step * Config::kSlabsV * kGranuleBytes),
                 out_,
@@ -208,10 +214,25 @@ private:
         }
     }
 
+    // The scale of keys may differ from head to head, and be negative: then scores are scaled first.
+    __device__ __forceinline__ void set_factor(const Item& item) {
+        if constexpr (Config::kWidens) {
+            factor_ = item.factor > 0.0f ? item.factor : 1.0f;
+        }
+    }
+
     // What a score is besides a product.
     __device__ __forceinline__ void rule(const Item& item, int32_t tile, int32_t at_edge) {
         if constexpr (Config::kTransforms) {
             transform<Config>(params_, item, rows_, tile, scores_);
+        }
+        if constexpr (Config::kWidens) {
+            if (!(item.factor > 0.0f)) [[unlikely]] {
+#pragma unroll
+                for (float& score : scores_) {
+                    score *= item.factor;
+                }
+            }
         }
         if (at_edge != 0) [[unlikely]] {
             mask<Config>(params_.shape, item, rows_, tile, scores_);
@@ -231,7 +252,7 @@ private:
         if (is_whole) {
             store_results<Config>(params_, item, rows_, largest, sum, out_);
             if (is_wild) [[unlikely]] {
-                Repair<Config>::run(params_, item, warpgroup_);
+                Repair<Config>::run(params_, item, warpgroup_, is_e5m2_);
             }
         }
         items_.release(item);
@@ -259,12 +280,13 @@ private:
     __device__ __forceinline__ void pack_weights() {
 #pragma unroll
         for (int i = 0; i < kKeys / 4; ++i) {
-            weights_[i] = pack(Element{}, scores_[2 * i], scores_[2 * i + 1]);
+            weights_[i] = pack(typename Config::Value{}, scores_[2 * i], scores_[2 * i + 1]);
         }
     }
 
     const gpu::KernelParams& params_;
     const PieceSums& pieces_;
+    const bool& is_e5m2_;
     Storage& shared_;
     ItemReader<Config> items_;
     Rows rows_;

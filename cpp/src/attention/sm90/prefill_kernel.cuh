@@ -6,10 +6,12 @@
 
 #include "attention/sm90/consumer.cuh"
 #include "attention/sm90/producer.cuh"
+#include "attention/sm90/widening_producer.cuh"
 
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace pagetile::sm90 {
 
@@ -18,7 +20,7 @@ __device__ __forceinline__ void begin_barriers(Shared<Config>& shared) {
     constexpr int kWarpgroups = Config::kTile.warpgroups;
     if (threadIdx.x == 0) {
         for (int i = 0; i < Config::kTile.stages; ++i) {
-            ClusterBarrier::init(&shared.k_full[i], 1);
+            ClusterBarrier::init(&shared.k_full[i], Config::kWidens ? 2 : 1);
             ClusterBarrier::init(&shared.v_full[i], 1);
             ClusterBarrier::init(&shared.v_loaded[i], 1);
             ClusterBarrier::init(&shared.k_free[i], kWarpgroups);
@@ -31,6 +33,13 @@ __device__ __forceinline__ void begin_barriers(Shared<Config>& shared) {
         for (int i = 0; i < kItems; ++i) {
             ClusterBarrier::init(&shared.item_full[i], 1);
             ClusterBarrier::init(&shared.item_free[i], kLoaders + 4 * kWarpgroups);
+        }
+        if constexpr (Config::kWidens) {
+            for (auto& of_warp : shared.raw.full) {
+                for (uint64_t& full : of_warp) {
+                    ClusterBarrier::init(&full, 1);
+                }
+            }
         }
         shared.cuts = {};
         cutlass::arch::fence_barrier_init();
@@ -47,15 +56,17 @@ template <class Config>
 __device__ __forceinline__ void produce(
     const PrefillParams& params, Shared<Config>& shared, Role role
 ) {
+    using Loader =
+        std::conditional_t<Config::kWidens, WideningProducer<Config>, Producer<Config>>;
     switch (role) {
         case Role::kKeys:
-            Producer<Config>(params, shared).template load<false, 0, 2>();
+            Loader(params, shared).template load<false, 0, 2>();
             break;
         case Role::kMoreKeys:
-            Producer<Config>(params, shared).template load<false, 1, 2>();
+            Loader(params, shared).template load<false, 1, 2>();
             break;
         case Role::kValues:
-            Producer<Config>(params, shared).template load<true, 0, 1>();
+            Loader(params, shared).template load<true, 0, 1>();
             break;
         case Role::kSchedule:
             Scheduler<Config>(params, shared).run();
@@ -63,11 +74,11 @@ __device__ __forceinline__ void produce(
     }
 }
 
-template <class Element, int kHeadDim, int kHeadDimV, bool kTransforms>
+template <class Element, int kHeadDim, int kHeadDimV, bool kTransforms, bool kWidens>
 __global__ void __launch_bounds__(
     prefill_tile(kHeadDim, kHeadDimV, kTransforms).num_threads(), 1
 ) prefill_kernel(const __grid_constant__ PrefillParams params) {
-    using ThisConfig = Config<Element, kHeadDim, kHeadDimV, kTransforms>;
+    using ThisConfig = Config<Element, kHeadDim, kHeadDimV, kTransforms, kWidens>;
     constexpr PrefillTile kTile = ThisConfig::kTile;
     extern __shared__ __align__(1024) char dynamic_shared[];
     auto& shared = *reinterpret_cast<Shared<ThisConfig>*>(dynamic_shared);

@@ -9,31 +9,39 @@ namespace pagetile::sm90 {
 namespace {
 
 constexpr const char* kFunction = "paged_attention";
-constexpr int kInstances = 2 * gpu::kHeadDimPairs * 2;
+constexpr int kInstances = 2 * gpu::kHeadDimPairs * 4;
 
 // Whether an instance may have its shared memory on a device, asked for once.
-std::atomic<bool>& is_ready(DType dtype, HeadDims dims, bool transforms, Device device) {
+std::atomic<bool>& is_ready(
+    DType dtype, HeadDims dims, bool transforms, bool widens, Device device
+) {
     static std::atomic<bool> ready[kMaxDevices][kInstances];
     check_device_index(device, kFunction);
     const int instance = gpu::index_of(dtype) * gpu::kHeadDimPairs + gpu::index_of(dims);
-    return ready[device.index][2 * instance + (transforms ? 1 : 0)];
+    return ready[device.index][4 * instance + (widens ? 2 : 0) + (transforms ? 1 : 0)];
 }
 
 }  // namespace
 
+bool can_widen(DType q_dtype, HeadDims dims, bool transforms) {
+    return q_dtype == DType::kBFloat16 && dims.k == dims.v && dims.k <= 128 && !transforms;
+}
+
 void launch_prefill(
     PrefillParams& params,
-    DType dtype,
+    DType q_dtype,
+    DType kv_dtype,
     HeadDims dims,
     int num_ctas,
     Device device,
     cudaStream_t stream
 ) {
     const bool transforms = params.call.transforms;
-    const PrefillInstance instance = dtype == DType::kFloat16
-                                         ? prefill_half_t(dims, transforms)
-                                         : prefill_bfloat16_t(dims, transforms);
-    std::atomic<bool>& ready = is_ready(dtype, dims, transforms, device);
+    const bool widens = is_float8(kv_dtype);
+    const PrefillInstance instance = q_dtype == DType::kFloat16
+                                         ? prefill_half_t(dims, transforms, widens)
+                                         : prefill_bfloat16_t(dims, transforms, widens);
+    std::atomic<bool>& ready = is_ready(q_dtype, dims, transforms, widens, device);
     if (!ready.load(std::memory_order_acquire)) {
         const RelaxedCapture relaxed(kFunction);
         check_launch(

@@ -16,16 +16,21 @@ struct PrefillInstance {
     int shared_memory;  // bytes
 };
 
-// The instances, by the type of all elements.
-PrefillInstance prefill_half_t(HeadDims dims, bool transforms);
-PrefillInstance prefill_bfloat16_t(HeadDims dims, bool transforms);
+// The instances, by the type of queries and results. widens: keys and values have 8 bits, and
+// can_widen() said yes.
+PrefillInstance prefill_half_t(HeadDims dims, bool transforms, bool widens);
+PrefillInstance prefill_bfloat16_t(HeadDims dims, bool transforms, bool widens);
+
+// Whether an instance is built that widens keys and values for such queries.
+bool can_widen(DType q_dtype, HeadDims dims, bool transforms);
 
 // The tensor maps of a call. False: its tensors are not laid out as TMA needs them.
-bool describe_tensors(PrefillParams& params, DType dtype, HeadDims dims);
+bool describe_tensors(PrefillParams& params, DType q_dtype, DType kv_dtype, HeadDims dims);
 
 void launch_prefill(
     PrefillParams& params,
-    DType dtype,
+    DType q_dtype,
+    DType kv_dtype,
     HeadDims dims,
     int num_ctas,
     Device device,

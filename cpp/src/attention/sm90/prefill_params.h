@@ -20,7 +20,9 @@ struct PrefillParams {
     CUtensorMap q;  // {head_dim, query head, row}; a box is a slab of a tile's rows
     CUtensorMap k;  // {head_dim, token, KV head, page}; a box is a slab of box_rows keys
     CUtensorMap v;  // likewise; or {64, token, slab, KV head, page}, a box all slabs of 16 keys
+    // Of 8 bits: {head_dim, token, KV head, page}, a box box_rows keys.
     bool v_in_one_box;
+    bool is_e5m2;
     int32_t box_rows;        // 16, or 8 where pages are no multiple of 16
     int32_t granules_on[2];  // 16 and 32 keys, less whole pages
     int32_t page_end;        // a page's keys; packed rows have no end

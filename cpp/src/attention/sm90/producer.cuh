@@ -310,6 +310,10 @@ private:
             item.keys.first / Config::kKeys,
             max(item.keys.end - 1, item.keys.first) / Config::kKeys + 1,
         };
+        if constexpr (Config::kWidens) {
+            item.factor = params_.call.scale * scale_at(params_.call.k_scale, item);
+            item.v_scale = scale_at(params_.call.v_scale, item);
+        }
         item.pieces = 1;
         item.first_tile = all.first;
         item.last_tile = all.end - 1;
@@ -329,6 +333,11 @@ private:
         item.cut_item = static_cast<int32_t>(place.item - shared_.cuts.whole);
         item.first_slot = item.cut_item * static_cast<int32_t>(shared_.cuts.pieces);
         return true;
+    }
+
+    static __device__ __forceinline__ float scale_at(const Scale& scale, const Item& item) {
+        const int64_t at = item.batch_idx * scale.batch_stride + item.kv_head * scale.head_stride;
+        return scale.data == nullptr ? 1.0f : scale.data[at];
     }
 
     __device__ __forceinline__ uint32_t claim() {

@@ -105,7 +105,10 @@ __device__ __forceinline__ void store_results(
         const bool is_there = rows.token[i] < item.num_tokens;
         const int32_t head = first_head + rows.head[i];
         const int64_t row = first_row + rows.token[i];
-        const float scale = finish_row(params, is_there ? head : 0, largest[i], sum[i]);
+        float scale = finish_row(params, is_there ? head : 0, largest[i], sum[i]);
+        if constexpr (Config::kWidens) {
+            scale *= item.v_scale;
+        }
         auto* to = static_cast<Element*>(params.out) + row * params.out_row_stride +
                    head * params.out_head_stride;
         if (params.out_is_aligned) [[likely]] {

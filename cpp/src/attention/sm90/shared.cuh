@@ -12,6 +12,7 @@
 #include <cutlass/numeric_types.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace pagetile::sm90 {
 
@@ -21,10 +22,15 @@ using gpu::kWarp;
 
 // kTransforms: scores need more than a positive factor. (A test of that in each tile takes 1 % of the
 // time at head_dim 128, 2.4 % at 64: H200.)
-template <class Element_, int kHeadDim_, int kHeadDimV_, bool kTransforms_>
+//
+// kWidens: keys and values have 8 bits, and the producers widen them: keys to the queries' type, values
+// to fp16, which holds them all and weights, too.
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kTransforms_, bool kWidens_ = false>
 struct Config {
     using Element = Element_;
+    using Value = std::conditional_t<kWidens_, cutlass::half_t, Element>;
     static constexpr bool kTransforms = kTransforms_;
+    static constexpr bool kWidens = kWidens_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr PrefillTile kTile = prefill_tile(kHeadDim, kHeadDimV, kTransforms);
@@ -36,6 +42,8 @@ struct Config {
     static constexpr int kQueryBytes = kRows * kHeadDim * 2;
     static constexpr int kKeyBytes = kKeys * kHeadDim * 2;
     static constexpr int kValueBytes = kKeys * kHeadDimV * 2;
+    // Tiles of 8 bits that the producers are ahead by.
+    static constexpr int kRawStages = kWidens ? 2 : 0;
 };
 
 // An item, or a piece of it.
@@ -46,6 +54,8 @@ struct Item : gpu::PrefillItem {
     int32_t pieces;
     int32_t cut_item;    // among those that are cut
     int32_t first_slot;  // of its pieces' sums
+    float factor;        // kWidens: from scores to log2 units
+    float v_scale;
 };
 
 // Whether some row does not see all of a tile of keys.
@@ -59,6 +69,17 @@ inline constexpr int32_t kNoMore = -1;  // num_tokens of what comes after the la
 
 inline constexpr int kItems = 4;  // of the ring of items: a power of two
 
+// Tiles of 8 bits, [key][head_dim], and a barrier for each of the three warps that load them.
+template <class Config, bool = Config::kWidens>
+struct RawTiles {};
+
+template <class Config>
+struct RawTiles<Config, true> {
+    char k[Config::kRawStages][Config::kKeys * Config::kHeadDim];
+    char v[Config::kRawStages][Config::kKeys * Config::kHeadDimV];
+    uint64_t full[3][Config::kRawStages];
+};
+
 // Q: [slab][row][128 bytes]. K: [slab][key][128 bytes]. V: [granule][slab][key of 16][128 bytes].
 template <class Config>
 struct alignas(1024) Shared {
@@ -68,6 +89,7 @@ struct alignas(1024) Shared {
     char q[kBuffers][Config::kQueryBytes];
     char k[kStages][Config::kKeyBytes];
     char v[kStages][Config::kValueBytes];
+    RawTiles<Config> raw;
     uint64_t q_full[kBuffers];
     uint64_t q_free[kBuffers];
     uint64_t k_full[kStages];

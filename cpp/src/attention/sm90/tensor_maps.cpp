@@ -49,10 +49,23 @@ struct Dimension {
     uint32_t box;
 };
 
+CUtensorMapDataType type_of(DType dtype) {
+    switch (dtype) {
+        case DType::kFloat16:
+            return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+        case DType::kBFloat16:
+            return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+        default:
+            return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    }
+}
+
+// Rows of 128 bytes in shared memory are swizzled.
 template <size_t kRank>
 bool describe(
     CUtensorMap& map, DType dtype, const void* data, const std::array<Dimension, kRank>& dimensions
 ) {
+    const int64_t row_bytes = dimensions[0].box * static_cast<int64_t>(dtype_size(dtype));
     static const Encode encode = find_encode();
     std::array<cuuint64_t, kRank> counts;
     std::array<cuuint64_t, kRank> strides;  // the last is not used
@@ -78,8 +91,7 @@ bool describe(
     const auto try_encode = [&] {
         return encode(
             &map,
-            dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            type_of(dtype),
             kRank,
             const_cast<void*>(data),
             counts.data(),
@@ -87,7 +99,7 @@ bool describe(
             box.data(),
             steps.data(),
             CU_TENSOR_MAP_INTERLEAVE_NONE,
-            CU_TENSOR_MAP_SWIZZLE_128B,
+            row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
             CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
         );
@@ -105,7 +117,7 @@ bool describe(
 
 }  // namespace
 
-bool describe_tensors(PrefillParams& params, DType dtype, HeadDims dims) {
+bool describe_tensors(PrefillParams& params, DType q_dtype, DType kv_dtype, HeadDims dims) {
     const gpu::KernelParams& call = params.call;
     const int64_t num_kv_heads = params.schedule.num_kv_heads;
     const auto is_packed = call.block_table == nullptr;
@@ -119,7 +131,9 @@ bool describe_tensors(PrefillParams& params, DType dtype, HeadDims dims) {
         is_packed ? std::numeric_limits<int32_t>::max() : static_cast<int32_t>(tokens);
     params.granules_on[0] = static_cast<int32_t>(kGranule) % params.page_end;
     params.granules_on[1] = static_cast<int32_t>(2 * kGranule) % params.page_end;
-    params.v_in_one_box = params.box_rows == kGranule && call.head_dim_v % kSlab == 0;
+    const bool widens = is_float8(kv_dtype);
+    params.is_e5m2 = kv_dtype == DType::kFloat8E5M2;
+    params.v_in_one_box = !widens && params.box_rows == kGranule && call.head_dim_v % kSlab == 0;
     params.query_bytes = params.schedule.tokens * call.shape.group * dims.k * 2;
 
     const gpu::KvSide& k = call.kv[0];
@@ -130,7 +144,7 @@ bool describe_tensors(PrefillParams& params, DType dtype, HeadDims dims) {
     const auto rows = static_cast<uint32_t>(params.box_rows);
     const bool has_queries = describe<3>(
         params.q,
-        dtype,
+        q_dtype,
         call.q,
         {{{call.head_dim, 2, kSlab},
           {num_kv_heads * call.shape.group,
@@ -138,20 +152,23 @@ bool describe_tensors(PrefillParams& params, DType dtype, HeadDims dims) {
            static_cast<uint32_t>(call.shape.group)},
           {call.total_q, call.q_row_stride, static_cast<uint32_t>(params.schedule.tokens)}}}
     );
-    const bool has_keys = describe<4>(
-        params.k,
-        dtype,
-        k.data,
-        {{{call.head_dim, 2, kSlab},
-          {tokens, k.token_stride, rows},
-          {num_kv_heads, k.head_stride, 1},
-          {pages, k.page_stride, 1}}}
-    );
+    const auto element_bytes = static_cast<int64_t>(dtype_size(kv_dtype));
+    const auto by_rows = [&](CUtensorMap& map, const gpu::KvSide& side, int64_t head_dim, int width) {
+        return describe<4>(
+            map,
+            kv_dtype,
+            side.data,
+            {{{head_dim, element_bytes, widens ? static_cast<uint32_t>(width) : kSlab},
+              {tokens, side.token_stride, rows},
+              {num_kv_heads, side.head_stride, 1},
+              {pages, side.page_stride, 1}}}
+        );
+    };
     const bool has_values =
         params.v_in_one_box
             ? describe<5>(
                   params.v,
-                  dtype,
+                  kv_dtype,
                   v.data,
                   {{{kSlab, 2, kSlab},
                     {tokens, v.token_stride, kGranule},
@@ -159,16 +176,8 @@ bool describe_tensors(PrefillParams& params, DType dtype, HeadDims dims) {
                     {num_kv_heads, v.head_stride, 1},
                     {pages, v.page_stride, 1}}}
               )
-            : describe<4>(
-                  params.v,
-                  dtype,
-                  v.data,
-                  {{{call.head_dim_v, 2, kSlab},
-                    {tokens, v.token_stride, rows},
-                    {num_kv_heads, v.head_stride, 1},
-                    {pages, v.page_stride, 1}}}
-              );
-    return has_queries && has_keys && has_values;
+            : by_rows(params.v, v, call.head_dim_v, dims.v);
+    return has_queries && by_rows(params.k, k, call.head_dim, dims.k) && has_values;
 }
 
 }  // namespace pagetile::sm90

@@ -3,6 +3,7 @@
 // Values of tiles at the edge of what rows see. A weight of 0 does not hide a NaN or an infinity from
 // a product, so such values must not be there.
 
+#include "attention/cuda/widen.cuh"
 #include "attention/sm90/rows.cuh"
 
 #include <cstdint>
@@ -23,11 +24,20 @@ __device__ __forceinline__ uint32_t non_finite_halves(uint32_t pair) {
     return low | high;
 }
 
+// Four elements of 8 bits as fp16.
+__device__ __forceinline__ void widen(bool is_e5m2, uint32_t (&pairs)[2], uint32_t four) {
+    if (is_e5m2) {
+        gpu::widen<cutlass::float_e5m2_t>(pairs[0], pairs[1], four);
+    } else {
+        gpu::widen<cutlass::float_e4m3_t>(pairs[0], pairs[1], four);
+    }
+}
+
 // The values of a tile at an edge, in shared memory.
 template <class Config>
 class EdgeValues {
 public:
-    using Element = typename Config::Element;
+    using Element = typename Config::Value;
     static constexpr int kChunks = Config::kSlabsV * 8;  // of 16 bytes, of a key
 
     // By the warp that loads values: what is not finite of the keys that not all rows see becomes 0.
@@ -72,12 +82,12 @@ private:
         );
     }
 
-    // 0 times what is not finite is a NaN, and a sum with a NaN is one. Four loads at a time, for the
-    // latency of one.
+    // 0 times what is not finite is a NaN, and a sum with a NaN is one. Some loads at a time,
+    // for the latency of one.
     static __device__ __forceinline__ bool has_non_finite(
         char* values, const Chunks& chunks
     ) {
-        constexpr int kAtOnce = 4;
+        constexpr int kAtOnce = Config::kWidens ? 2 : 4;  // these warps have few registers
         const int32_t count = chunks.count();
         uint32_t sum = 0;
 #pragma unroll 1
@@ -120,63 +130,100 @@ class Repair {
 public:
     using Element = typename Config::Element;
 
+    // is_e5m2: where values have 8 bits.
     static __device__ __noinline__ void run(
-        const gpu::KernelParams& params, const Item& item, int warpgroup
+        const gpu::KernelParams& params, const Item& item, int warpgroup, bool is_e5m2
     ) {
         __syncwarp();  // the rows are stored
         const int32_t begin_of_all = item.keys.all_begin;
         const int32_t end_of_all = max(item.keys.all_end, begin_of_all);
         add_keys(
-            params, item, warpgroup, {item.keys.first, min(begin_of_all, item.keys.end)}
+            params,
+            item,
+            warpgroup,
+            {item.keys.first, min(begin_of_all, item.keys.end)},
+            is_e5m2
         );
-        add_keys(params, item, warpgroup, {max(end_of_all, item.keys.first), item.keys.end});
+        add_keys(
+            params,
+            item,
+            warpgroup,
+            {max(end_of_all, item.keys.first), item.keys.end},
+            is_e5m2
+        );
     }
 
 private:
     // Of 32 keys at a time those that have such a value: mostly none has, and what was found before
     // the products lay behind the keys that rows see.
     static __device__ void add_keys(
-        const gpu::KernelParams& params, const Item& item, int warpgroup, KeyRange keys
+        const gpu::KernelParams& params,
+        const Item& item,
+        int warpgroup,
+        KeyRange keys,
+        bool is_e5m2
     ) {
         for (int32_t first = keys.begin; first < keys.end; first += 32) {
             const auto mine = first + static_cast<int32_t>(threadIdx.x % 32);
-            const bool is_wild = mine < keys.end && has_non_finite(params, item, mine);
+            const bool is_wild = mine < keys.end && has_non_finite(params, item, mine, is_e5m2);
             unsigned wild = __ballot_sync(kWarp, is_wild);
             for (; wild != 0; wild &= wild - 1) {
-                add_key(params, item, warpgroup, first + __ffs(static_cast<int>(wild)) - 1);
+                const int32_t key = first + __ffs(static_cast<int>(wild)) - 1;
+                add_key(params, item, warpgroup, key, is_e5m2);
             }
         }
     }
 
     // Values lie at multiples of 16 bytes.
     static __device__ bool has_non_finite(
-        const gpu::KernelParams& params, const Item& item, int32_t key
+        const gpu::KernelParams& params, const Item& item, int32_t key, bool is_e5m2
     ) {
+        constexpr int kOfVector = Config::kWidens ? 16 : 8;
         const auto* values = reinterpret_cast<const uint4*>(find_values(params, item, key));
         uint32_t sum = 0;
 #pragma unroll 4
-        for (int32_t i = 0; values != nullptr && i < params.head_dim_v / 8; ++i) {
+        for (int32_t i = 0; values != nullptr && i < params.head_dim_v / kOfVector; ++i) {
             const uint4 bytes = values[i];
-            sum = add_times_zero(Element{}, bytes.x, sum);
-            sum = add_times_zero(Element{}, bytes.y, sum);
-            sum = add_times_zero(Element{}, bytes.z, sum);
-            sum = add_times_zero(Element{}, bytes.w, sum);
+            for (const uint32_t word : {bytes.x, bytes.y, bytes.z, bytes.w}) {
+                if constexpr (Config::kWidens) {
+                    uint32_t pairs[2];
+                    widen(is_e5m2, pairs, word);
+                    sum = add_times_zero(cutlass::half_t{}, pairs[0], sum);
+                    sum = add_times_zero(cutlass::half_t{}, pairs[1], sum);
+                } else {
+                    sum = add_times_zero(Element{}, word, sum);
+                }
+            }
         }
-        return non_finite_halves<Element>(sum) != 0;
+        return non_finite_halves<typename Config::Value>(sum) != 0;
     }
 
     static __device__ void add_key(
-        const gpu::KernelParams& params, const Item& item, int warpgroup, int32_t key
+        const gpu::KernelParams& params,
+        const Item& item,
+        int warpgroup,
+        int32_t key,
+        bool is_e5m2
     ) {
-        const auto* values = find_values(params, item, key);
+        const char* values = find_values(params, item, key);
         if (values == nullptr) {
             return;
         }
         for (auto d = static_cast<int32_t>(threadIdx.x % 32); d < params.head_dim_v; d += 32) {
-            const float value = unpack(Element{}, values[d], 0);
+            const float value = value_at(values, d, is_e5m2);
             if (!isfinite(value)) {
                 add(params, item, warpgroup, key, d, value);
             }
+        }
+    }
+
+    static __device__ float value_at(const char* values, int32_t d, bool is_e5m2) {
+        if constexpr (Config::kWidens) {
+            uint32_t pairs[2];
+            widen(is_e5m2, pairs, static_cast<uint8_t>(values[d]));
+            return unpack(cutlass::half_t{}, pairs[0], 0);
+        } else {
+            return unpack(Element{}, reinterpret_cast<const uint16_t*>(values)[d], 0);
         }
     }
 
@@ -208,14 +255,14 @@ private:
         }
     }
 
-    static __device__ const uint16_t* find_values(
+    static __device__ const char* find_values(
         const gpu::KernelParams& params, const Item& item, int32_t key
     ) {
         const gpu::KvSide& v = params.kv[1];
         const char* row = v.data + item.kv_head * v.head_stride;
         if (params.block_table == nullptr) {
             const int64_t token = static_cast<int64_t>(item.sequence.kv_begin) + key;
-            return reinterpret_cast<const uint16_t*>(row + token * v.token_stride);
+            return row + token * v.token_stride;
         }
         uint32_t offset;
         const uint32_t index = params.page_size(offset, static_cast<uint32_t>(key));
@@ -223,9 +270,7 @@ private:
         if (page < 0 || page >= params.num_pages) {
             return nullptr;
         }
-        return reinterpret_cast<const uint16_t*>(
-            row + page * v.page_stride + static_cast<int64_t>(offset) * v.token_stride
-        );
+        return row + page * v.page_stride + static_cast<int64_t>(offset) * v.token_stride;
     }
 };
 

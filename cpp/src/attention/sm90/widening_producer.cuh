@@ -1,0 +1,175 @@
+#pragma once
+
+// The producer warps where keys and values have 8 bits. Each brings its part of every tile by TMA, a
+// tile ahead, and widens it into the ring that the consumers multiply from: no warp waits for another.
+
+#include "attention/sm90/producer.cuh"
+
+#include <cstdint>
+
+namespace pagetile::sm90 {
+
+template <class Config>
+class WideningProducer {
+public:
+    using Storage = Shared<Config>;
+    static constexpr int kStages = Config::kTile.stages;
+
+    __device__ WideningProducer(const PrefillParams& params, Storage& shared)
+        : params_(params), shared_(shared) {}
+
+    // Every kStep-th granule of each tile from granule kFirst on, of K or of V.
+    template <bool kIsV, int kFirst, int kStep>
+    __device__ __forceinline__ void load() {
+        constexpr int kMine = kIsV ? 2 : kFirst;
+        ItemReader<Config> items(shared_);
+        RingPlace<kStages> ring;
+        RingPlace<Config::kRawStages> raw;
+        const Item* item = &items.wait();
+        if (item->num_tokens == kNoMore) {
+            return;
+        }
+        int tile = item->last_tile;
+        copy<kIsV, kFirst, kStep>(*item, tile, raw.index, shared_.raw.full[kMine]);
+        while (true) {
+            const bool is_last = tile == item->first_tile;
+            const Item* next = is_last ? &items.wait() : item;
+            const int next_tile = is_last ? next->last_tile : tile - 1;
+            const bool is_end = next->num_tokens == kNoMore;
+            if (!is_end) {
+                copy<kIsV, kFirst, kStep>(
+                    *next, next_tile, raw.index ^ 1, shared_.raw.full[kMine]
+                );
+            }
+            wait(&shared_.raw.full[kMine][raw.index], raw.turn);
+            uint64_t* free = kIsV ? shared_.v_free : shared_.k_free;
+            wait(&free[ring.index], ring.turn ^ 1);
+            const char* from = raw_tile<kIsV>(raw.index);
+            char* to = kIsV ? shared_.v[ring.index] : shared_.k[ring.index];
+            if (params_.is_e5m2) {
+                widen_granules<cutlass::float_e5m2_t, kIsV, kFirst, kStep>(from, to);
+            } else {
+                widen_granules<cutlass::float_e4m3_t, kIsV, kFirst, kStep>(from, to);
+            }
+            __syncwarp();
+            if (kIsV && is_at_edge<Config>(*item, tile) != 0) {
+                look_at_values(*item, tile, ring.index);
+            }
+            cutlass::arch::fence_view_async_shared();
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) {
+                ClusterBarrier::arrive(kIsV ? &shared_.v_full[ring.index] : &shared_.k_full[ring.index]);
+            }
+            ring.advance();
+            raw.advance();
+            if (is_last) {
+                items.release(*item);
+                if (is_end) {
+                    return;
+                }
+                item = next;
+            }
+            tile = next_tile;
+        }
+    }
+
+    template <bool kIsV>
+    __device__ __forceinline__ char* raw_tile(int stage) const {
+        return kIsV ? shared_.raw.v[stage] : shared_.raw.k[stage];
+    }
+
+    // Boxes of the warp's granules, each by the lane that finds its page.
+    template <bool kIsV, int kFirst, int kStep>
+    __device__ __forceinline__ void copy(
+        const Item& item, int tile, int stage, uint64_t* full_of_warp
+    ) {
+        constexpr int kRowBytes = kIsV ? Config::kHeadDimV : Config::kHeadDim;
+        constexpr int kGranules = (Config::kKeys / kGranule - kFirst + kStep - 1) / kStep;
+        uint64_t* full = &full_of_warp[stage];
+        const int32_t page = find_page<Config>(params_, item, tile);
+        const int32_t in_tile = static_cast<int32_t>(threadIdx.x % 32) * params_.box_rows;
+        const int32_t offset = find_offset(params_, item, tile * Config::kKeys + in_tile);
+        if (threadIdx.x % 32 == 0) {
+            ClusterTransactionBarrier::arrive_and_expect_tx(
+                full, kGranules * kGranule * kRowBytes
+            );
+        }
+        __syncwarp();
+        if (in_tile < Config::kKeys && in_tile / kGranule % kStep == kFirst) {
+            cute::SM90_TMA_LOAD_4D::copy(
+                kIsV ? &params_.v : &params_.k,
+                full,
+                kEvictNormal,
+                raw_tile<kIsV>(stage) + in_tile * kRowBytes,
+                0,
+                offset,
+                item.kv_head,
+                page
+            );
+        }
+        __syncwarp();
+    }
+
+    // A lane takes 16 elements at a time, 16 bytes that become twice as many. Eight lanes have four such
+    // parts of two rows, which are chosen so that they meet no bank twice: rows of 128 bytes are swizzled
+    // on both sides.
+    template <class Stored, bool kIsV, int kFirst, int kStep>
+    static __device__ __forceinline__ void widen_granules(const char* from, char* to) {
+        constexpr int kSlabs = kIsV ? Config::kSlabsV : Config::kSlabs;
+        constexpr int kRowBytes = kSlabs * kSlabElements;
+        static_assert(kSlabs <= 2);
+        const auto lane = static_cast<int>(threadIdx.x % 32);
+        const int part = lane % 4;
+        const bool is_second = lane / 4 % 2 != 0;
+        const int row = kSlabs == 2 ? lane / 8 ^ (is_second ? 5 : 0)
+                                    : lane / 8 * 2 + (is_second ? 1 : 0);  // of eight
+#pragma unroll 1
+        for (int granule = kFirst; granule < Config::kKeys / kGranule; granule += kStep) {
+#pragma unroll
+            for (int i = 0; i < 2 * kSlabs; ++i) {
+                const int slab = i % kSlabs;
+                const int in_granule = i / kSlabs * 8 + row;
+                const int key = granule * kGranule + in_granule;
+                const int part_of_row = kSlabs == 2 ? (slab * 4 + part) ^ row : part;
+                uint32_t pairs[8];
+                widen_16<Stored, kIsV>(
+                    pairs, *reinterpret_cast<const uint4*>(from + key * kRowBytes + part_of_row * 16)
+                );
+                char* row_of_slab = kIsV ? to + (granule * kSlabs + slab) * kGranuleBytes +
+                                               in_granule * kSlabBytes
+                                         : to + (slab * Config::kKeys + key) * kSlabBytes;
+                const int place = (part * 2 ^ row) * 16;
+                *reinterpret_cast<uint4*>(row_of_slab + place) =
+                    make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+                *reinterpret_cast<uint4*>(row_of_slab + (place ^ 16)) =
+                    make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+            }
+        }
+    }
+
+    template <class Stored, bool kIsV>
+    static __device__ __forceinline__ void widen_16(uint32_t (&pairs)[8], const uint4& bytes) {
+        gpu::widen<Stored>(pairs[0], pairs[1], bytes.x);
+        gpu::widen<Stored>(pairs[2], pairs[3], bytes.y);
+        gpu::widen<Stored>(pairs[4], pairs[5], bytes.z);
+        gpu::widen<Stored>(pairs[6], pairs[7], bytes.w);
+        if constexpr (!kIsV && std::is_same_v<typename Config::Element, cutlass::bfloat16_t>) {
+#pragma unroll
+            for (uint32_t& pair : pairs) {
+                const float2 wide = __half22float2(reinterpret_cast<const __half2&>(pair));
+                pair = pack(cutlass::bfloat16_t{}, wide.x, wide.y);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void look_at_values(const Item& item, int tile, int stage) {
+        if (EdgeValues<Config>::clean(item, tile, shared_.v[stage]) && threadIdx.x % 32 == 0) {
+            shared_.is_wild[&item - shared_.items] = true;
+        }
+    }
+
+    const PrefillParams& params_;
+    Storage& shared_;
+};
+
+}  // namespace pagetile::sm90
