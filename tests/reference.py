@@ -224,8 +224,8 @@ def attention(
     return out, lse
 
 
-# Kernels keep a row's maximum until it has grown by much, so no weight is exact, not even the largest:
-# this one lies between two numbers of 16 bits, of either type.
+# Kernels keep a row's maximum until it has grown by much, so no weight is exact, not even the
+# largest: this one lies between two numbers of 16 bits, of either type.
 LARGEST_WEIGHT = 1 + 2**-8 + 2**-11
 
 

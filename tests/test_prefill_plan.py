@@ -1,6 +1,7 @@
 """What the prefill kernel gets: which sequences, which multiprocessors, in which order.
 
-No GPU is needed: _C.attention_plan and _C.prefill_places are what the kernels run, serially.
+No GPU is needed: _C.attention_plan and _C.prefill_places, _claims and _piece are what
+the kernels run, serially.
 """
 
 from __future__ import annotations
@@ -329,3 +330,57 @@ def test_any_order(tokens, kv_heads, keys_in_cache, q_len, kv_len):
     every = itertools.product(range(kv_heads), range(-(-q_len // tokens)))
     assert sorted(items) == [*every]
     assert items == places(tokens, kv_heads, keys_in_cache, q_len, kv_len)
+
+
+# The last items in pieces
+
+
+def rounds(claims, ctas: int) -> float:
+    """The time, in items, until the last CTA ends, where an item takes 1 and a piece its part."""
+    ends = [0.0] * ctas
+    for _, _, pieces in claims:
+        first = ends.index(min(ends))
+        ends[first] += 1 / pieces
+    return max(ends)
+
+
+@given(st.integers(0, 3000), st.integers(1, 160), st.integers(1, 8))
+def test_every_piece_is_claimed_once(items, ctas, most_pieces):
+    """Whole items first, in their order; and no more sums than there are places for."""
+    claims = _C.prefill_claims(items, ctas, most_pieces)
+    expected = [(item, piece, n) for item, n in {i: n for i, _, n in claims}.items()
+                for piece in range(n)]  # fmt: skip
+    assert claims == expected
+    assert [item for item, piece, _ in claims if piece == 0] == [*range(items)]
+    cut = [item for item, piece, n in claims if n > 1 and piece == 0]
+    assert cut == [*range(items - len(cut), items)]
+    assert len(cut) < ctas
+    assert sum(n > 1 for _, _, n in claims) <= 2 * ctas
+    assert max((n for _, _, n in claims), default=1) <= most_pieces
+
+
+@pytest.mark.parametrize(("items", "expected"), [
+    (352, 2 + 2 / 3),  # 4 chunks of 512, 8 KV heads, tiles of 48 tokens, on 132 multiprocessors
+    (344, 2 + 2 / 3),
+    (132, 1), (264, 2), (16, 1 / 8), (66, 1 / 2), (200, 1 + 2 / 3), (263, 2),
+])  # fmt: skip
+def test_pieces_shorten_the_last_round(items, expected):
+    assert rounds(_C.prefill_claims(items, H200, 8), H200) == pytest.approx(expected, abs=0.13)
+
+
+@given(st.integers(1, 500), st.integers(1, 160))
+def test_pieces_never_take_longer(items, ctas):
+    whole = rounds(_C.prefill_claims(items, ctas, 1), ctas)
+    assert whole == -(-items // ctas)
+    assert rounds(_C.prefill_claims(items, ctas, 8), ctas) <= whole + 1e-9
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**7), st.integers(1, 8))
+def test_pieces_of_keys(first, tiles, pieces):
+    """The last keys first, nothing twice, nothing left out, none much longer than another."""
+    parts = [_C.prefill_piece(first, first + tiles, i, pieces) for i in range(pieces)]
+    assert parts[0][1] == first + tiles
+    assert parts[-1][0] == first
+    assert all(a[0] == b[1] for a, b in itertools.pairwise(parts))
+    sizes = [end - begin for begin, end in parts]
+    assert max(sizes) - min(sizes) <= 1

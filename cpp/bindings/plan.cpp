@@ -316,6 +316,27 @@ nb::list prefill_places(
     return places;
 }
 
+// What CTAs claim, one number after another: (item, piece, pieces).
+nb::list prefill_claims(uint32_t items, uint32_t ctas, uint32_t most_pieces) {
+    check(ctas > 0, "prefill_claims: ctas must be > 0, got ", ctas);
+    const PrefillCuts cuts = cut_items(items, ctas, most_pieces);
+    nb::list claims;
+    const uint32_t count = items + cuts.cut * (cuts.pieces - 1);
+    for (uint32_t number = 0; number < count; ++number) {
+        const PrefillClaim claim = claim_of(cuts, number);
+        claims.append(
+            nb::make_tuple(claim.item, claim.piece, claim.item < cuts.whole ? 1 : cuts.pieces)
+        );
+    }
+    return claims;
+}
+
+// The tiles of keys [first, end) that a piece of an item has.
+nb::tuple prefill_piece(int32_t first, int32_t end, uint32_t piece, uint32_t pieces) {
+    const KeyTiles tiles = piece_of({first, end}, piece, pieces);
+    return nb::make_tuple(tiles.first, tiles.end);
+}
+
 void choose_prefill_by_name(const std::string& name) {
     if (name == "best") {
         choose_prefill(PrefillChoice::kBest);
@@ -591,6 +612,28 @@ void export_plan(nb::module_& m) {
         nb::sig(
             "def prefill_places(tokens: int, num_kv_heads: int, keys_in_cache: int, q_len: int, "
             "kv_len: int) -> list[tuple[int, int]]"
+        )
+    );
+    m.def(
+        "prefill_claims",
+        &pagetile::prefill_claims,
+        nb::arg("items"),
+        nb::arg("ctas"),
+        nb::arg("most_pieces"),
+        nb::sig(
+            "def prefill_claims(items: int, ctas: int, most_pieces: int) "
+            "-> list[tuple[int, int, int]]"
+        )
+    );
+    m.def(
+        "prefill_piece",
+        &pagetile::prefill_piece,
+        nb::arg("first"),
+        nb::arg("end"),
+        nb::arg("piece"),
+        nb::arg("pieces"),
+        nb::sig(
+            "def prefill_piece(first: int, end: int, piece: int, pieces: int) -> tuple[int, int]"
         )
     );
     m.def(

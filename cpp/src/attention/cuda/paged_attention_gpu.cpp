@@ -280,12 +280,17 @@ sm90::PieceSums pieces_of(const Call& call) {
     const WorkspaceLayout& layout = call.workspace.layout;
     const auto most = static_cast<int32_t>(kMostPieces);
     const int32_t asked = call.shape.max_splits;
-    const bool cuts = sm90::cuts_items(call.dims.v, call.kernel.transforms) &&
+    const bool widens = is_float8(call.params.kv_dtype);
+    const bool cuts = sm90::cuts_items(call.dims.v, call.kernel.transforms, widens) &&
                       layout.piece_bytes > 0 && call.shape.batch <= kMostSequences;
     return {
         .sums = reinterpret_cast<float4*>(call.workspace.data + layout.pieces),
         .counters = reinterpret_cast<uint32_t*>(call.workspace.data + kSplitKvCounterBytes),
-        .most_pieces = static_cast<uint32_t>(!cuts ? 1 : asked > 0 ? std::min(asked, most) : most),
+        .most_pieces = static_cast<uint32_t>(
+            !cuts       ? 1
+            : asked > 0 ? std::min(asked, most)
+                        : most
+        ),
     };
 }
 
@@ -293,10 +298,9 @@ sm90::PieceSums pieces_of(const Call& call) {
 bool describe_wgmma_prefill(const Call& call, sm90::PrefillParams& prefill) {
     const AttentionParams& params = call.params;
     const HeadDims dims = sm90::prefill_dims(call.dims);
-    const bool has_instance =
-        is_float8(params.kv_dtype)
-            ? sm90::can_widen(params.q_dtype, dims, call.kernel.transforms)
-            : params.kv_dtype == params.q_dtype;
+    const bool has_instance = is_float8(params.kv_dtype)
+                                  ? sm90::can_widen(params.q_dtype, dims, call.kernel.transforms)
+                                  : params.kv_dtype == params.q_dtype;
     if (call.shape.long_rows < 0 || !call.gpu.has_wgmma || !has_instance) {
         return false;
     }

@@ -94,7 +94,8 @@ public:
 private:
     __device__ uint32_t items_of(int32_t batch_idx) const {
         const int32_t q_len = make_sequence(params_, fetch_sequence(params_, batch_idx)).q_len;
-        return is_long(params_.shape, q_len) ? static_cast<uint32_t>(prefill_items(shape_, q_len)) : 0;
+        return is_long(params_.shape, q_len) ? static_cast<uint32_t>(prefill_items(shape_, q_len))
+                                             : 0;
     }
 
     __device__ void load() {

@@ -24,8 +24,7 @@ public:
     static constexpr int kStages = Config::kTile.stages;
     static constexpr int kBuffers = Config::kTile.query_buffers;
 
-    __device__ __forceinline__
-    Consumer(const PrefillParams& params, Storage& shared, int warpgroup)
+    __device__ __forceinline__ Consumer(const PrefillParams& params, Storage& shared, int warpgroup)
         : params_(params.call),
           pieces_(params.pieces),
           is_e5m2_(params.is_e5m2),
@@ -122,9 +121,7 @@ public:
 private:
     // On to the last of those tiles that all rows see in full, but for an item's last one: the same
     // with nothing to ask, so that instructions stand in the order in which they run.
-    __device__ __forceinline__ void pass_inside(
-        const Item& item, int32_t& tile, int32_t first
-    ) {
+    __device__ __forceinline__ void pass_inside(const Item& item, int32_t& tile, int32_t first) {
         const int32_t first_inside = (item.keys.all_begin + kKeys - 1) / kKeys;
         const int32_t end = max(first_inside, first + 1);
         while (tile > end) {
@@ -214,6 +211,11 @@ private:
         }
     }
 
+    // Worked out again where there are no registers to keep it.
+    __device__ __forceinline__ Rows rows() const {
+        return Config::kWidens ? Rows(params_, warpgroup_) : rows_;
+    }
+
     // The scale of keys may differ from head to head, and be negative: then scores are scaled first.
     __device__ __forceinline__ void set_factor(const Item& item) {
         if constexpr (Config::kWidens) {
@@ -224,7 +226,7 @@ private:
     // What a score is besides a product.
     __device__ __forceinline__ void rule(const Item& item, int32_t tile, int32_t at_edge) {
         if constexpr (Config::kTransforms) {
-            transform<Config>(params_, item, rows_, tile, scores_);
+            transform<Config>(params_, item, rows(), tile, scores_);
         }
         if constexpr (Config::kWidens) {
             if (!(item.factor > 0.0f)) [[unlikely]] {
@@ -235,7 +237,7 @@ private:
             }
         }
         if (at_edge != 0) [[unlikely]] {
-            mask<Config>(params_.shape, item, rows_, tile, scores_);
+            mask<Config>(params_.shape, item, rows(), tile, scores_);
         }
     }
 
@@ -243,15 +245,17 @@ private:
     __device__ __forceinline__ void end_item(
         const Item& item, float (&largest)[2], float (&sum)[2]
     ) {
-        bool is_wild = shared_.is_wild[&item - shared_.items];
         bool is_whole = true;
+        bool is_wild = false;
         if constexpr (Config::kCuts) {
+            is_wild = shared_.is_wild[&item - shared_.items];
             is_whole = item.pieces == 1 ||
                        Pieces<Config>::merge(pieces_, item, largest, sum, out_, is_wild);
         }
         if (is_whole) {
-            store_results<Config>(params_, item, rows_, largest, sum, out_);
-            if (is_wild) [[unlikely]] {
+            store_results<Config>(params_, item, rows(), largest, sum, out_);
+            if (is_wild || (!Config::kCuts && shared_.is_wild[&item - shared_.items]))
+                [[unlikely]] {
                 Repair<Config>::run(params_, item, warpgroup_, is_e5m2_);
             }
         }

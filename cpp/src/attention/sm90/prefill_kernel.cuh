@@ -56,8 +56,7 @@ template <class Config>
 __device__ __forceinline__ void produce(
     const PrefillParams& params, Shared<Config>& shared, Role role
 ) {
-    using Loader =
-        std::conditional_t<Config::kWidens, WideningProducer<Config>, Producer<Config>>;
+    using Loader = std::conditional_t<Config::kWidens, WideningProducer<Config>, Producer<Config>>;
     switch (role) {
         case Role::kKeys:
             Loader(params, shared).template load<false, 0, 2>();
@@ -92,10 +91,10 @@ __global__ void __launch_bounds__(
         return;
     }
     if (my_warp() < 4) {
-        cutlass::arch::warpgroup_reg_dealloc<producer_registers(kTile)>();
+        cutlass::arch::warpgroup_reg_dealloc<producer_registers(kTile, kWidens)>();
         produce(params, shared, static_cast<Role>(my_warp()));
     } else {
-        cutlass::arch::warpgroup_reg_alloc<consumer_registers(kTile)>();
+        cutlass::arch::warpgroup_reg_alloc<consumer_registers(kTile, kWidens)>();
         Consumer<ThisConfig>(params, shared, my_warp() / 4 - 1).run();
     }
 }

@@ -24,7 +24,9 @@ std::atomic<bool>& is_ready(
 }  // namespace
 
 bool can_widen(DType q_dtype, HeadDims dims, bool transforms) {
-    return q_dtype == DType::kBFloat16 && dims.k == dims.v && dims.k <= 128 && !transforms;
+    const bool is_built =
+        dims == HeadDims{128, 128} || (dims == HeadDims{64, 64} && q_dtype == DType::kBFloat16);
+    return is_built && !is_float8(q_dtype) && !transforms;
 }
 
 void launch_prefill(

@@ -29,7 +29,7 @@ struct PrefillParams {
     int32_t query_bytes;     // of a tile's boxes
     gpu::KernelParams call;
     PrefillShape schedule;
-    uint32_t* next_item;      // 0 between launches
+    uint32_t* next_item;  // 0 between launches
     PieceSums pieces;
     const int32_t* num_ctas;  // of this launch that have work; null: all
     bool pdl;                 // queries, keys and values are written by a kernel before this one

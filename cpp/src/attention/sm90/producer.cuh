@@ -22,8 +22,7 @@ __device__ __forceinline__ int32_t
 find_page(const PrefillParams& params, const Item& item, int tile) {
     const int32_t in_tile = static_cast<int32_t>(threadIdx.x % 32) * params.box_rows;
     const int32_t key = tile * Config::kKeys + in_tile;
-    const bool is_there =
-        tile >= item.first_tile && key < item.keys.end && in_tile < Config::kKeys;
+    const bool is_there = tile >= item.first_tile && key < item.keys.end && in_tile < Config::kKeys;
     if (!is_there) {
         return params.call.num_pages;
     }

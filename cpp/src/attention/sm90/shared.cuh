@@ -34,7 +34,7 @@ struct Config {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr PrefillTile kTile = prefill_tile(kHeadDim, kHeadDimV, kTransforms);
-    static constexpr bool kCuts = cuts_items(kHeadDimV, kTransforms);
+    static constexpr bool kCuts = cuts_items(kHeadDimV, kTransforms, kWidens);
     static constexpr int kRows = kTile.rows();
     static constexpr int kKeys = kTile.keys;
     static constexpr int kSlabs = kHeadDim / kSlabElements;

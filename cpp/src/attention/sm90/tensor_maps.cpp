@@ -153,17 +153,18 @@ bool describe_tensors(PrefillParams& params, DType q_dtype, DType kv_dtype, Head
           {call.total_q, call.q_row_stride, static_cast<uint32_t>(params.schedule.tokens)}}}
     );
     const auto element_bytes = static_cast<int64_t>(dtype_size(kv_dtype));
-    const auto by_rows = [&](CUtensorMap& map, const gpu::KvSide& side, int64_t head_dim, int width) {
-        return describe<4>(
-            map,
-            kv_dtype,
-            side.data,
-            {{{head_dim, element_bytes, widens ? static_cast<uint32_t>(width) : kSlab},
-              {tokens, side.token_stride, rows},
-              {num_kv_heads, side.head_stride, 1},
-              {pages, side.page_stride, 1}}}
-        );
-    };
+    const auto by_rows =
+        [&](CUtensorMap& map, const gpu::KvSide& side, int64_t head_dim, int width) {
+            return describe<4>(
+                map,
+                kv_dtype,
+                side.data,
+                {{{head_dim, element_bytes, widens ? static_cast<uint32_t>(width) : kSlab},
+                  {tokens, side.token_stride, rows},
+                  {num_kv_heads, side.head_stride, 1},
+                  {pages, side.page_stride, 1}}}
+            );
+        };
     const bool has_values =
         params.v_in_one_box
             ? describe<5>(

@@ -54,8 +54,8 @@ constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v, bool transforms
 constexpr HeadDims prefill_dims(HeadDims dims) { return dims.k == 96 ? HeadDims{128, 128} : dims; }
 
 // Whether an instance cuts items into pieces: others lack registers for it.
-constexpr bool cuts_items(int head_dim_v, bool transforms) {
-    return head_dim_v <= 128 && !transforms;
+constexpr bool cuts_items(int head_dim_v, bool transforms, bool widens) {
+    return head_dim_v <= 128 && !transforms && !widens;
 }
 
 // Items that may be cut into pieces: so many have counters.
@@ -69,18 +69,22 @@ constexpr int64_t piece_bytes(const PrefillTile& tile, int head_dim_v) {
 
 // Registers of a thread after the warpgroups have settled between them what the launch gave to all:
 // consumers take what they need, producers keep the rest.
-constexpr int consumer_registers(const PrefillTile& tile) {
-    return tile.warpgroups == 3 ? 160 : tile.keys == 128 ? 232 : 240;
+constexpr int consumer_registers(const PrefillTile& tile, bool widens) {
+    if (tile.warpgroups == 3) {
+        return widens && tile.keys == 80 ? 152 : 160;
+    }
+    return tile.keys == 128 ? 232 : 240;
 }
 
-constexpr int producer_registers(const PrefillTile& tile) {
+constexpr int producer_registers(const PrefillTile& tile, bool widens) {
     constexpr int kOfFile = 65536;
     const int at_launch = kOfFile / tile.num_threads() / 8 * 8;
-    return at_launch * (tile.warpgroups + 1) - consumer_registers(tile) * tile.warpgroups;
+    return at_launch * (tile.warpgroups + 1) - consumer_registers(tile, widens) * tile.warpgroups;
 }
 
-static_assert(producer_registers(prefill_tile(128, 128, true)) == 24);
-static_assert(producer_registers(prefill_tile(128, 128, false)) == 32);
-static_assert(producer_registers(prefill_tile(192, 128, false)) == 40);
+static_assert(producer_registers(prefill_tile(128, 128, true), false) == 24);
+static_assert(producer_registers(prefill_tile(128, 128, false), false) == 32);
+static_assert(producer_registers(prefill_tile(128, 128, false), true) == 56);
+static_assert(producer_registers(prefill_tile(192, 128, false), false) == 40);
 
 }  // namespace pagetile::sm90

@@ -48,8 +48,7 @@ public:
         const auto in_tile = [&](int32_t key) { return min(max(key - first, 0), Config::kKeys); };
         const int32_t begin_of_all = in_tile(item.keys.all_begin);
         const int32_t end_of_all = max(in_tile(item.keys.all_end), begin_of_all);
-        const int32_t end_of_box =
-            (in_tile(item.keys.end) + kGranule - 1) / kGranule * kGranule;
+        const int32_t end_of_box = (in_tile(item.keys.end) + kGranule - 1) / kGranule * kGranule;
         const Chunks edges = {begin_of_all * kChunks, end_of_all * kChunks, end_of_box * kChunks};
         if (!__any_sync(kWarp, has_non_finite(values, edges))) [[likely]] {
             return false;
@@ -82,12 +81,10 @@ private:
         );
     }
 
-    // 0 times what is not finite is a NaN, and a sum with a NaN is one. Some loads at a time,
+    // 0 times what is not finite is a NaN, and a sum with a NaN is one. Four loads at a time,
     // for the latency of one.
-    static __device__ __forceinline__ bool has_non_finite(
-        char* values, const Chunks& chunks
-    ) {
-        constexpr int kAtOnce = Config::kWidens ? 2 : 4;  // these warps have few registers
+    static __device__ __forceinline__ bool has_non_finite(char* values, const Chunks& chunks) {
+        constexpr int kAtOnce = 4;
         const int32_t count = chunks.count();
         uint32_t sum = 0;
 #pragma unroll 1
@@ -138,18 +135,10 @@ public:
         const int32_t begin_of_all = item.keys.all_begin;
         const int32_t end_of_all = max(item.keys.all_end, begin_of_all);
         add_keys(
-            params,
-            item,
-            warpgroup,
-            {item.keys.first, min(begin_of_all, item.keys.end)},
-            is_e5m2
+            params, item, warpgroup, {item.keys.first, min(begin_of_all, item.keys.end)}, is_e5m2
         );
         add_keys(
-            params,
-            item,
-            warpgroup,
-            {max(end_of_all, item.keys.first), item.keys.end},
-            is_e5m2
+            params, item, warpgroup, {max(end_of_all, item.keys.first), item.keys.end}, is_e5m2
         );
     }
 
@@ -199,11 +188,7 @@ private:
     }
 
     static __device__ void add_key(
-        const gpu::KernelParams& params,
-        const Item& item,
-        int warpgroup,
-        int32_t key,
-        bool is_e5m2
+        const gpu::KernelParams& params, const Item& item, int warpgroup, int32_t key, bool is_e5m2
     ) {
         const char* values = find_values(params, item, key);
         if (values == nullptr) {
