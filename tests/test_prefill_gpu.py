@@ -507,8 +507,16 @@ def test_the_kernel_that_runs(kernel):
     for size, expected in ((8, best), (24, best), (7, {"sm80"})):
         other = prefill_problem(Case("which_page", *LENS, (8, 2), page_size=size), "cuda")
         assert prefill_kernels(other.run) == expected
-    fp8 = prefill_problem(Case("which_fp8", *LENS, (8, 2), cache_dtype="float8_e4m3fn"), "cuda")
-    assert prefill_kernels(fp8.run) == {"sm80"}
+    for options, expected in (
+        ({}, best),
+        ({**D128, "dtype": "float16"}, best),
+        ({"dtype": "float16"}, {"sm80"}),
+        ({"head_dim": (192, 128)}, {"sm80"}),
+        ({"softcap": 9.0}, {"sm80"}),
+        ({**D128, "dtype": "float8_e4m3fn"}, {"sm80"}),
+    ):
+        case = Case("which_fp8", *LENS, (8, 2), cache_dtype="float8_e4m3fn", **options)
+        assert prefill_kernels(prefill_problem(case, "cuda").run) == expected, options
     short = Attention(Case("which_short", (1, 1), (900, 33), (8, 2)), "cuda")
     assert prefill_kernels(short.run) == set()
 

@@ -262,10 +262,10 @@ WorkspaceLayout workspace_layout(
 }
 
 int64_t largest_workspace(PlanParams params, const Gpu& gpu) {
-    const auto bytes_of = [&](int64_t batch) {
-        params.batch = batch;
+    params.batch = kMaxInt;
+    const auto bytes_on = [&](const Gpu& one) {
         return workspace_layout(
-                   plan_shape(params, gpu),
+                   plan_shape(params, one),
                    gpu,
                    params.max_seqlen_q,
                    params.head_dim,
@@ -273,8 +273,11 @@ int64_t largest_workspace(PlanParams params, const Gpu& gpu) {
         )
             .bytes;
     };
-    // Where the batch is small, no query is the prefill kernel's, and tiles have more rows.
-    return std::max(bytes_of(0), bytes_of(kMaxInt));
+    // In a small batch, or with a smaller bound, no query is the prefill kernel's, and tiles have more
+    // rows.
+    Gpu without_prefill = gpu;
+    without_prefill.has_prefill = false;
+    return std::max(bytes_on(gpu), bytes_on(without_prefill));
 }
 
 }  // namespace pagetile

@@ -71,7 +71,8 @@ WorkspaceLayout workspace_layout(
     int64_t head_dim_v
 );
 
-// Of the workspace that is enough for every batch of sequences with such parameters.
+// Of the workspace that is enough for every batch of sequences with such parameters, or with smaller
+// bounds.
 int64_t largest_workspace(PlanParams params, const Gpu& gpu);
 
 // The slots, and the counters, of one chain.

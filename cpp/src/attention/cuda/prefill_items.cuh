@@ -93,9 +93,9 @@ public:
 
 private:
     __device__ uint32_t items_of(int32_t batch_idx) const {
-        const int32_t q_len = make_sequence(params_, fetch_sequence(params_, batch_idx)).q_len;
-        return is_long(params_.shape, q_len) ? static_cast<uint32_t>(prefill_items(shape_, q_len))
-                                             : 0;
+        const RawSequence raw = fetch_sequence(params_, batch_idx);
+        const int32_t items = prefill_items(shape_, make_sequence(params_, raw).q_len);
+        return is_long(params_, raw) ? static_cast<uint32_t>(items) : 0;
     }
 
     __device__ void load() {

@@ -67,10 +67,17 @@ make_sequence(const KernelParams& params, const RawSequence& raw) {
     return sequence;
 }
 
+// Whether the prefill kernel takes its queries: as the plan has it, which does not know how many rows
+// the tensors have.
+__device__ __forceinline__ bool is_long(const KernelParams& params, const RawSequence& raw) {
+    return is_long(params.shape, static_cast<int64_t>(raw.q_end) - max(raw.q_begin, 0));
+}
+
 // As the split-KV kernel has it: without queries, if they are the prefill kernel's.
 __device__ __forceinline__ Sequence load_sequence(const KernelParams& params, int32_t batch_idx) {
-    Sequence sequence = make_sequence(params, fetch_sequence(params, batch_idx));
-    if (is_long(params.shape, sequence.q_len)) {
+    const RawSequence raw = fetch_sequence(params, batch_idx);
+    Sequence sequence = make_sequence(params, raw);
+    if (is_long(params, raw)) {
         sequence.q_len = 0;
     }
     return sequence;
