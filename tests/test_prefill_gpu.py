@@ -607,25 +607,34 @@ def test_wild_values_that_some_rows_see(kind, dims, edge, device):
     """Three columns of V. Rows that see such a key are not finite there; all else is right."""
     case = Case("wild_values", (Q_LEN, 1, 33), (KV_LEN, 70, 33), (8, 2), dims, window=(LEFT, 0),
                 **KINDS[kind])  # fmt: skip
-    problem = prefill_problem(case, device)
-    columns = [0, 37, dims[1] - 1]
-    values = problem.stored[1][:KV_LEN].clone()
-    for key, wild in EDGES[edge].items():
+    check_wild_values(prefill_problem(case, device), EDGES[edge])
+
+
+def check_wild_values(problem: Attention, wild_keys: dict[int, str]) -> None:
+    """Of the first sequence."""
+    q_len, kv_len = problem.case.q_lens[0], problem.case.kv_lens[0]
+    first, left = kv_len - q_len, problem.case.window[0]
+    columns = [0, 37, problem.case.head_dim[1] - 1]
+    values = problem.stored[1][:kv_len].clone()
+    for key, wild in wild_keys.items():
         spoilt = values[key].float()
         spoilt[:, columns] = WILD[wild]
         raw(values)[key] = raw(spoilt.to(values.dtype))
-    slots = problem.slots()[:KV_LEN]
+    slots = problem.slots()[:kv_len]
     raw(problem.caches[1])[slots // 16, slots % 16] = raw(values)
 
-    diagonal = np.arange(FIRST, KV_LEN)[:, None]
-    keys = np.array([*EDGES[edge]])
-    sees = (keys <= diagonal) & (keys >= diagonal - LEFT)  # [token, wild key]
-    is_nan = np.array([wild == "nan" for wild in EDGES[edge].values()])
-    assert 0 < sees.any(1).sum() < Q_LEN, "the case has no edge"
+    diagonal = np.arange(first, kv_len)[:, None]
+    keys = np.array([*wild_keys])
+    sees = keys <= diagonal  # [token, wild key]
+    if left >= 0:
+        sees &= keys >= diagonal - left
+    is_nan = np.array([wild == "nan" for wild in wild_keys.values()])
+    assert 0 < sees.any(1).sum() < q_len, "the case has no edge"
     out, lse = problem.used(*problem.run())
-    spoilt = np.ix_(np.flatnonzero(sees.any(1)), range(8), columns)
+    heads = range(problem.case.heads[0])
+    spoilt = np.ix_(np.flatnonzero(sees.any(1)), heads, columns)
     assert not np.isfinite(out[spoilt]).any()
-    of_nan = np.ix_(np.flatnonzero((sees & is_nan).any(1)), range(8), columns)
+    of_nan = np.ix_(np.flatnonzero((sees & is_nan).any(1)), heads, columns)
     assert np.isnan(out[of_nan]).all()
     right = [problem.used(*pair) for pair in (problem.expected, problem.low_precision)]
     for x in (out, *(pair[0] for pair in right)):
@@ -670,6 +679,71 @@ def test_a_wild_query_stays_in_its_row(device):
         *zip(right, lses, strict=True),
     )  # fmt: skip
     assert out[20, 3].isnan().all()
+
+
+# The last items in pieces: few tiles, many keys
+
+# fmt: off
+PIECES = {
+    "one_sequence": Case("pieces", (300,), (9000,), (8, 2), **D128),
+    "rows_behind_the_tiles": Case("pieces_rows", (205, 99), (5000, 8200), (8, 2), **D128),
+    "short_among_long": Case("pieces_short", (1, 200, 1, 0, 150), (900, 7000, 3000, 50, 2100), (8, 2),
+                             **D128),
+    "few_keys_among_many": Case("pieces_few", (200, 100, 60), (6000, 300, 1500), (8, 2), **D128),
+    "head_dim64": Case("pieces_64", (300,), (9000,), (8, 2)),
+    "head_dim192_128": Case("pieces_192", (200,), (8000,), (8, 2), (192, 128), dtype="float16"),
+    "head_dim96": Case("pieces_96", (200,), (8000,), (8, 2), (96, 96)),
+    "window": Case("pieces_window", (200,), (9000,), (8, 2), window=(5000, 0), **D128),
+    "no_mask": Case("pieces_full", (200,), (7000,), (8, 2), causal=False, **D128),
+    "sinks": Case("pieces_sinks", (200,), (7000,), (8, 2), sinks="float32", **D128),
+    "group5": Case("pieces_group5", (150,), (7000,), (20, 4), **D128),
+    "uncut": Case("pieces_softcap", (200,), (7000,), (8, 2), softcap=9.0, **D128),
+    "uncut_e4m3": Case("pieces_e4m3", (200,), (7000,), (8, 2), **KINDS["e4m3"], **D128),
+    "uncut_256": Case("pieces_256", (200,), (7000,), (8, 2), (256, 256)),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("case", PIECES.values(), ids=PIECES.keys())
+def test_items_in_pieces(case, device):
+    """Right, with the same bits whoever comes last; and with few splits or none."""
+    problem = prefill_problem(case, device)
+    expected = problem.run()
+    problem.check(*expected)
+    workspace = problem.workspace()
+    for _ in range(10 if device == "cuda" else 1):
+        assert all(map(same_bits, problem.run(workspace=workspace), expected))
+    for num_splits in (1, 2, 3):
+        problem.check(*problem.run(num_splits=num_splits))
+
+
+@pytest.mark.parametrize(
+    "edge", ["last_token", "at_the_tiles", "behind_the_tiles", "many_of_a_tile"]
+)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+def test_wild_values_in_pieces(dims, edge, device):
+    """What the piece with the diagonal leaves out, the last piece to come adds."""
+    case = Case("wild_pieces", (Q_LEN, 1), (6000, 70), (8, 2), dims)
+    problem = prefill_problem(case, device)
+    moved_keys = {key + 6000 - KV_LEN: wild for key, wild in EDGES[edge].items()}
+    for _ in range(3):
+        check_wild_values(problem, moved_keys)
+
+
+@on_a_gpu
+def test_pieces_in_a_graph(kernel):
+    """1,000 replays, the counters of pieces as each left them."""
+    problem = prefill_problem(PIECES["short_among_long"], "cuda")
+    results, workspace = results_of(problem), problem.workspace()
+    expected = [x.clone() for x in problem.run(**results, workspace=workspace)]
+    graph = captured(lambda: problem.run(**results, workspace=workspace))
+    for i in range(1000):
+        if i % 100 == 0:
+            for tensor in results.values():
+                raw(tensor).fill_(-1)
+        graph.replay()
+        if i % 100 == 0:
+            assert all(map(same_bits, results.values(), expected))
 
 
 # Metadata that is wrong

@@ -15,9 +15,10 @@ from drawing import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, Drawing, write_or
 # A turn. Time is in products of a warpgroup: its scores of a tile take one, its values another.
 
 TURNS = 3
-TURN = 4.0  # two warpgroups, two products each
-SOFTMAX = 2.0
-LEFT, UNIT, ROW, BAR = 118, 66, 34, 26
+GROUPS = 3
+TURN = 2.0 * GROUPS  # two products each
+SOFTMAX = 3.0
+LEFT, UNIT, ROW, BAR = 118, 48, 34, 26
 
 
 class Clock:
@@ -26,7 +27,7 @@ class Clock:
     def __init__(self, end: float) -> None:
         """Show the time from 0 to `end`."""
         self.end = end
-        self.drawing = Drawing(LEFT + end * UNIT + 16, 334)
+        self.drawing = Drawing(LEFT + end * UNIT + 16, 368)
 
     def name(self, row: int, words: str) -> None:
         """Write what a row is."""
@@ -53,43 +54,45 @@ def tile(n: int) -> str:
 
 
 def draw_turn() -> Drawing:
-    """Two warpgroups, half a turn apart, share the tensor cores."""
+    """Three warpgroups, a third of a turn apart, share the tensor cores."""
     clock = Clock(TURNS * TURN - 1)
     for row, words in enumerate(
-        ("K stage 0", "K stage 1", "V stage 0", "V stage 1", "tensor cores", "warpgroup 0")
+        ("K stage 0", "K stage 1", "V stage 0", "V stage 1", "tensor cores")
     ):
         clock.name(row, words)
-    clock.name(6, "warpgroup 1")
+    for group in range(GROUPS):
+        clock.name(5 + group, f"warpgroup {group}")
     for turn in range(-2, TURNS + 1):
         start = turn * TURN
-        for group in range(2):
-            begin = start + group * TURN / 2
-            colour = (BLUE, ORANGE)[group]
+        for group in range(GROUPS):
+            begin = start + group * TURN / GROUPS
+            colour = (BLUE, ORANGE, PALE)[group]
             clock.bar(4, begin, begin + 1, colour, f"S {tile(turn + 1)}")
             clock.bar(4, begin + 1, begin + 2, colour, f"O {tile(turn)}")
             row = 5 + group
-            clock.bar(row, begin, begin + 0.45, colour, "issue")
-            clock.bar(row, begin + 1, begin + 1 + SOFTMAX, GREEN, f"softmax {tile(turn + 1)}")
-            clock.bar(row, begin + 1 + SOFTMAX, begin + 3.6, PALE, "scale")
+            clock.bar(row, begin, begin + 1.8, colour, "issue")
+            clock.bar(row, begin + 1.8, begin + 1.8 + SOFTMAX, GREEN, f"softmax {tile(turn + 1)}")
+            clock.bar(row, begin + 1.8 + SOFTMAX, begin + 5.5, PALE, "scale")
         # The last warpgroup frees a place of K with its scores, one of V behind its exponentials.
-        scores_read, values_read = start + TURN / 2 + 1, start + TURN / 2 + 1 + SOFTMAX
+        last = start + TURN * (GROUPS - 1) / GROUPS
+        scores_read, values_read = last + 1, last + 1.8 + SOFTMAX
         k, v = (turn + 1) % 2, 2 + turn % 2
         clock.bar(k, start, scores_read, RED, f"K {tile(turn + 1)} is read")
         clock.bar(k, scores_read, scores_read + 1.8, "#ffffff", f"K {tile(turn + 3)} comes")
         clock.bar(v, start + 1, values_read, RED, f"V {tile(turn)} is read")
         clock.bar(v, values_read, values_read + 1.8, "#ffffff", f"V {tile(turn + 2)} comes")
     for at in (0.0, TURN, 2 * TURN):
-        clock.mark(at, 0, 6)
+        clock.mark(at, 0, 4 + GROUPS)
     d = clock.drawing
-    y = 18 + 7 * ROW + 14
+    y = 18 + (5 + GROUPS) * ROW + 14
     d.line((LEFT, y), (LEFT + TURN * UNIT, y))
     d.line((LEFT + TURN * UNIT, y), (LEFT, y))
     d.text(LEFT + TURN / 2 * UNIT, y + 16, "a turn of warpgroup 0", 11, "middle", GREY)
     notes = (
-        "Issue: S n + 1 = Q K^T, then O += P V of tile n, both without waiting. Behind an item's "
-        "last tile, S is the next item's,",
-        "and between the two issues the results of the item before are stored. Scale: the wait "
-        "for O, the rescaling if a row asks for it, P packed to 16 bits.",
+        "Issue: S n + 1 = Q K^T, then O += P V of tile n. The warps stand there until the tensor "
+        "cores have taken nearly all of it. Behind an",
+        "item's last tile, S is the next item's. Scale: the wait for O, the rescaling if a row "
+        "asks for it (or an item's results), P packed to 16 bits.",
     )
     for i, words in enumerate(notes):
         d.text(8, y + 38 + 15 * i, words, 11)
@@ -99,7 +102,7 @@ def draw_turn() -> Drawing:
 # Shared memory
 
 KB = 1024
-ROWS, KEYS, HEAD_DIM, STAGES, BUFFERS = 128, 160, 128, 2, 2
+ROWS, KEYS, HEAD_DIM, STAGES, BUFFERS = 192, 80, 128, 2, 2
 LIMIT = 227 * KB
 SLAB = 64  # elements
 BOX = 16  # keys
@@ -119,8 +122,9 @@ def draw_shared() -> Drawing:
         starts[name] = x
         d.rect(x, top, size / LIMIT * width, 40, colour, INK, f"{name}: {size // KB} KB")
         x += size / LIMIT * width
-    d.rect(x, top, left + width - x, 40, GREY, INK)
-    d.text(left + width, top + 54, "barriers, 4 items", 11, "end", GREY)
+    d.rect(x, top, 6, 40, GREY, INK)
+    d.rect(x + 6, top, left + width - x - 6, 40, "#ffffff", INK, "50 KB free", 11)
+    d.text(x, top + 54, "barriers, 4 items", 11, "start", GREY)
 
     boxes, box = KEYS // BOX, 26.0
     k_left, k_top = 40.0, 158.0
@@ -128,7 +132,7 @@ def draw_shared() -> Drawing:
     k_end = starts["K 0"] + tile_bytes / LIMIT * width
     d.line((starts["K 0"], top + 40), (k_left, k_top - 24), dashed=True, arrow=False)
     d.line((k_end, top + 40), (k_right, k_top - 24), dashed=True, arrow=False)
-    d.text(k_left, k_top - 8, "a stage of K: two slabs of 160 keys x 64 elements", 12)
+    d.text(k_left, k_top - 8, f"a stage of K: two slabs of {KEYS} keys x 64 elements", 12)
     for s in range(HEAD_DIM // SLAB):
         start = k_left + s * (boxes * box + 20)
         for b in range(boxes):
@@ -140,7 +144,7 @@ def draw_shared() -> Drawing:
     d.text(k_right, k_top + 28, "dark: warp 0, light: warp 3", 11)
 
     v_top = 270.0
-    d.text(k_left, v_top - 8, "a stage of V: ten granules of 16 keys, all elements of each", 12)
+    d.text(k_left, v_top - 8, "a stage of V: five granules of 16 keys, all elements of each", 12)
     for b in range(boxes):
         for s in range(HEAD_DIM // SLAB):
             fill = RED if s == 0 else "#fadcd9"
@@ -152,7 +156,7 @@ def draw_shared() -> Drawing:
         k_left,
         v_top + 54,
         "A product with V takes one granule (16 keys x 128 elements), one of scores takes 16 "
-        "elements of all 160 keys.",
+        f"elements of all {KEYS} keys.",
         11,
     )
     d.text(
