@@ -687,8 +687,8 @@ def test_a_wild_query_stays_in_its_row(device):
 PIECES = {
     "one_sequence": Case("pieces", (300,), (9000,), (8, 2), **D128),
     "rows_behind_the_tiles": Case("pieces_rows", (205, 99), (5000, 8200), (8, 2), **D128),
-    "short_among_long": Case("pieces_short", (1, 200, 1, 0, 150), (900, 7000, 3000, 50, 2100), (8, 2),
-                             **D128),
+    "short_among_long": Case("pieces_short", (1, 200, 1, 0, 150), (900, 7000, 3000, 50, 2100),
+                             (8, 2), **D128),
     "few_keys_among_many": Case("pieces_few", (200, 100, 60), (6000, 300, 1500), (8, 2), **D128),
     "head_dim64": Case("pieces_64", (300,), (9000,), (8, 2)),
     "head_dim192_128": Case("pieces_192", (200,), (8000,), (8, 2), (192, 128), dtype="float16"),
