@@ -13,8 +13,8 @@ memcheck and initcheck find nothing. racecheck takes what the merge reads behind
 a race with what was written before it, in the instances whose warps share keys in pairs (32 rows,
 head_dim up to 128), and in no other: whichever barrier the pairs use, and with another one behind
 the merge. A build in which every warp looked, behind that barrier, whether all had come to it,
-found none missing in 3,000 launches. In the WGMMA kernel it names the ring of items, which one lane of
-a warp hands on at mbarriers, for all lanes behind __syncwarp(): that order it does not follow.
+found none missing in 3,000 launches. In the WGMMA kernel it names the ring of items, which one lane
+of a warp hands on at mbarriers, for all lanes behind __syncwarp(): that order it does not follow.
 """
 
 from __future__ import annotations
