@@ -241,7 +241,7 @@ private:
         }
     }
 
-    // False: of these values some were left out.
+    // The results of an item, once all of its pieces are there.
     __device__ __forceinline__ void end_item(
         const Item& item, float (&largest)[2], float (&sum)[2]
     ) {
