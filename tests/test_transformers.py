@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from pagetile.integrations import transformers as integration  # noqa: E402
 from transformers import masking_utils  # noqa: E402
+
+integration = pytest.importorskip(
+    "pagetile.integrations.transformers", exc_type=ImportError, reason="transformers is too old"
+)
 
 USES = ("paged_attention",)
 
@@ -743,3 +749,15 @@ def test_foreign_masks_are_refused():
             batch_size=1, q_length=5, kv_length=5,
             mask_function=masking_utils.chunked_causal_mask_function(4, torch.zeros(1).long()),
         )  # fmt: skip
+
+
+def test_an_old_release_is_refused():
+    """It would give wrong results: 5.17 did, after a cache."""
+    code = (
+        "from transformers import masking_utils\n"
+        "del masking_utils.remap_positions_for_packed_sequence\n"
+        "import pagetile.integrations.transformers\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "needs transformers 5.24 or newer, and this is " in done.stderr

@@ -26,6 +26,7 @@ from types import CodeType, MethodType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
+import transformers
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -39,6 +40,13 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from pagetile.attention import paged_attention
 from pagetile.cache_write import cache_write
 from pagetile.compat.vllm import flash_attn_varlen_func
+
+if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+    # What is missing is one thing; 5.17 also hands over its caches in another way.
+    raise ImportError(
+        "pagetile.integrations.transformers needs transformers 5.24 or newer, and this is "
+        f"{transformers.__version__}"
+    )
 
 __all__ = [
     "NAME",
