@@ -50,19 +50,6 @@ __device__ __forceinline__ void sync_at_barrier(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// The same; whether any of the threads brought a true.
-__device__ __forceinline__ bool any_at_barrier(int barrier, int threads, bool mine) {
-    uint32_t any;
-    asm volatile(
-        "{.reg .pred mine, any; setp.ne.u32 mine, %3, 0; "
-        "barrier.cta.red.or.pred any, %1, %2, mine; selp.u32 %0, 1, 0, any;}"
-        : "=r"(any)
-        : "r"(barrier), "r"(threads), "r"(static_cast<uint32_t>(mine))
-        : "memory"
-    );
-    return any != 0;
-}
-
 // Adds 1 to a counter that goes from 0 to last and then back to 0; returns what it was. What this
 // thread has seen written before, is seen by whoever sees the count.
 __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter, uint32_t last) {

@@ -155,12 +155,9 @@ private:
     __device__ __forceinline__ void look_at_values(const Item& item, int tile, int stage) {
         wait(&shared_.v_loaded[stage], looks_ >> stage & 1);
         looks_ ^= 1u << stage;
-        const bool is_wild = EdgeValues<Config>::clean(item, tile, shared_.v[stage]);
+        EdgeValues<Config>::clean(shared_, item, tile, stage);
         __syncwarp();
         if (threadIdx.x % 32 == 0) {
-            if (is_wild) [[unlikely]] {
-                shared_.is_wild[&item - shared_.items] = true;
-            }
             ClusterBarrier::arrive(&shared_.v_full[stage]);
         }
     }

@@ -41,9 +41,12 @@ public:
     static constexpr int kChunks = Config::kSlabsV * 8;  // of 16 bytes, of a key
 
     // By the warp that loads values: what is not finite of the keys that not all rows see becomes 0.
-    // Mostly there is nothing to do. (Boxes behind the last key that a row sees are zeros.) True: the
-    // results of the item may have to be repaired.
-    static __device__ __forceinline__ bool clean(const Item& item, int32_t tile, char* values) {
+    // Mostly there is nothing to do. (Boxes behind the last key that a row sees are zeros.) Else the item
+    // is marked: its results may have to be repaired.
+    static __device__ __forceinline__ void clean(
+        Shared<Config>& shared, const Item& item, int32_t tile, int stage
+    ) {
+        char* const values = shared.v[stage];
         const int32_t first = tile * Config::kKeys;
         const auto in_tile = [&](int32_t key) { return min(max(key - first, 0), Config::kKeys); };
         const int32_t begin_of_all = in_tile(item.keys.all_begin);
@@ -51,11 +54,13 @@ public:
         const int32_t end_of_box = (in_tile(item.keys.end) + kGranule - 1) / kGranule * kGranule;
         const Chunks edges = {begin_of_all * kChunks, end_of_all * kChunks, end_of_box * kChunks};
         if (!__any_sync(kWarp, has_non_finite(values, edges))) [[likely]] {
-            return false;
+            return;
         }
         remove_non_finite(values, edges);
         cutlass::arch::fence_view_async_shared();
-        return true;
+        if (threadIdx.x % 32 == 0) {
+            shared.is_wild[&item - shared.items] = true;
+        }
     }
 
 private:

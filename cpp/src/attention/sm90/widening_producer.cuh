@@ -68,7 +68,7 @@ public:
             }
             __syncwarp();
             if (looks) {
-                look_at_values(*mine, my_tile, ring.index);
+                EdgeValues<Config>::clean(shared_, *mine, my_tile, ring.index);
             }
             cutlass::arch::fence_view_async_shared();
             __syncwarp();
@@ -179,12 +179,6 @@ public:
                 const float2 wide = __half22float2(reinterpret_cast<const __half2&>(pair));
                 pair = pack(cutlass::bfloat16_t{}, wide.x, wide.y);
             }
-        }
-    }
-
-    __device__ __forceinline__ void look_at_values(const Item& item, int tile, int stage) {
-        if (EdgeValues<Config>::clean(item, tile, shared_.v[stage]) && threadIdx.x % 32 == 0) {
-            shared_.is_wild[&item - shared_.items] = true;
         }
     }
 
