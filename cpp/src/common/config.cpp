@@ -17,6 +17,20 @@ std::vector<std::string> split(const char* list) {
     return items;
 }
 
+// What every family of GPU kernels has, and what one has besides.
+[[maybe_unused]] std::vector<std::string> gpu_kernels(std::vector<std::string> more = {}) {
+    std::vector<std::string> kernels = {
+        "cache_write",
+        "copy_pages",
+        "paged_attention",
+        "merge_states",
+        "split_kv (mma.sync)",
+        "prefill (mma.sync)",
+    };
+    kernels.insert(kernels.end(), more.begin(), more.end());
+    return kernels;
+}
+
 #ifdef _OPENMP
 const std::string kOpenMp = std::to_string(_OPENMP);
 #else
@@ -43,31 +57,14 @@ BuildInfo build_info() {
     });
 #if PAGETILE_HAS_SM80
     info.families.push_back(
-        {.name = "sm80",
-         .targets = split(PAGETILE_SM80_ARCHITECTURES),
-         .kernels = {
-             "cache_write",
-             "copy_pages",
-             "paged_attention",
-             "merge_states",
-             "split_kv (mma.sync)",
-             "prefill (mma.sync)"
-         }}
+        {.name = "sm80", .targets = split(PAGETILE_SM80_ARCHITECTURES), .kernels = gpu_kernels()}
     );
 #endif
 #if PAGETILE_HAS_SM90
     info.families.push_back(
         {.name = "sm90",
          .targets = split(PAGETILE_SM90_ARCHITECTURES),
-         .kernels = {
-             "cache_write",
-             "copy_pages",
-             "paged_attention",
-             "merge_states",
-             "split_kv (mma.sync)",
-             "prefill (mma.sync)",
-             "prefill (TMA, WGMMA)"
-         }}
+         .kernels = gpu_kernels({"prefill (TMA, WGMMA)"})}
     );
 #endif
     return info;
