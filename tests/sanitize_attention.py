@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--end", type=int, metavar="I", help="up to call I")
     text = "no calls with wrong metadata: they read slots that nobody wrote"
     parser.add_argument("--right", action="store_true", help=text)
-    parser.add_argument("--counters", type=int, default=32768, metavar="BYTES",
+    parser.add_argument("--counters", type=int, default=49152, metavar="BYTES",
                         help="of a workspace: what is zeroed before its first use")  # fmt: skip
     parser.add_argument("--long", action="store_true", help="calls with long queries instead")
     parser.add_argument("--prefill", choices=("best", "portable", "none"), default="best",
