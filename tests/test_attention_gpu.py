@@ -369,6 +369,14 @@ BF16, E4M3, E5M2 = {}, {"cache_dtype": "float8_e4m3fn"}, {"cache_dtype": "float8
 FP16 = {"dtype": "float16"}
 KINDS = {"bf16": BF16, "fp16": FP16, "e4m3": E4M3, "e5m2": E5M2, "fp16_e4m3": {**FP16, **E4M3}}
 D128 = {"head_dim": (128, 128)}
+SCORE_OPTIONS = (
+    ("softcap", {"softcap": 5.0, "softmax_scale": 1.0}),
+    ("alibi", {"alibi": "heads"}),
+    ("alibi_batch", {"alibi": "batch_heads", "causal": False}),
+    ("sinks", {"sinks": "float32"}),
+    ("sinks_window", {"sinks": "bfloat16", "window": (60, 0)}),
+    ("scale0", {"softmax_scale": 0.0}),
+)
 APART = [s for s in STORAGES if s not in ("interleaved", "halves")]
 
 
@@ -452,12 +460,7 @@ def masks() -> list[Case]:
         *(Case(f"{name}_{kind}", *lens, (8, 2), **more, **KINDS[kind])
           for kind in ("bf16", "fp16", "e4m3")
           for name, more in (
-              ("softcap", {"softcap": 5.0, "softmax_scale": 1.0}),
-              ("alibi", {"alibi": "heads"}),
-              ("alibi_batch", {"alibi": "batch_heads", "causal": False}),
-              ("sinks", {"sinks": "float32"}),
-              ("sinks_window", {"sinks": "bfloat16", "window": (60, 0)}),
-              ("scale0", {"softmax_scale": 0.0}),
+              *SCORE_OPTIONS,
               ("scale_negative", {"softmax_scale": -0.11}),
               ("scale_negative_window", {"softmax_scale": -0.11, "window": (99, 0)}),
               ("scale0_alibi_softcap", {"softmax_scale": 0.0, "alibi": "heads", "softcap": 3.0}),

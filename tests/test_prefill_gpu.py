@@ -21,6 +21,7 @@ from problem import check_pair, pasted, same_bits
 from test_attention_gpu import (
     D128,
     KINDS,
+    SCORE_OPTIONS,
     WILD,
     Attention,
     gpu_of,
@@ -165,12 +166,7 @@ def masks() -> list[Case]:
           for dims, kind in (((64, 64), "fp16"), ((128, 128), "bf16"), ((256, 256), "bf16"))
           for name, more in (
               ("noncausal", {"causal": False}),
-              ("softcap", {"softcap": 5.0, "softmax_scale": 1.0}),
-              ("alibi", {"alibi": "heads"}),
-              ("alibi_batch", {"alibi": "batch_heads", "causal": False}),
-              ("sinks", {"sinks": "float32"}),
-              ("sinks_window", {"sinks": "bfloat16", "window": (60, 0)}),
-              ("scale0", {"softmax_scale": 0.0}),
+              *SCORE_OPTIONS,
               ("negative", {"softmax_scale": -0.11}),
               ("negative_window", {"softmax_scale": -0.11, "window": (99, 0)}),
               ("everything", {"softcap": 8.0, "alibi": "batch_heads", "sinks": "float16",
@@ -182,7 +178,7 @@ def masks() -> list[Case]:
 
 
 def rows() -> list[Case]:
-    """Where queries and results lie, and fp8, which is always the portable kernel's."""
+    """Where queries and results lie, and fp8."""
     return [
         *(Case(f"q_{q}_out_{o}_{dims[0]}", *LENS, (8, 2), dims, q_layout=q, out=o,
                first_row=int(o != "new"), spare_rows=3 * (o != "new"))
