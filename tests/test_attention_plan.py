@@ -39,7 +39,8 @@ class Plan:
 
     def __init__(self, cu_seqlens_q, seqused_k, heads=(32, 8), head_dim=(128, 128), sms=H200,
                  max_seqlen_q=None, max_seqlen_k=None, causal=True, window=(-1, -1), num_splits=0,
-                 batch_invariant=False, clusters=True, prefill=False) -> None:  # fmt: skip
+                 batch_invariant=False, clusters=True, prefill=False,
+                 wgmma=True) -> None:  # fmt: skip
         batch = len(seqused_k)
         spans = list(itertools.pairwise(cu_seqlens_q)) if cu_seqlens_q else [(0, 1)] * batch
         if max_seqlen_q is None:
@@ -55,6 +56,7 @@ class Plan:
             window_left=window[0], window_right=window[1], num_splits=num_splits,
             batch_invariant=batch_invariant, num_sms=sms, has_clusters=clusters,
             has_prefill=prefill,
+            has_wgmma=wgmma,
         )  # fmt: skip
         self.causal, self.window, self.heads, self.sms = causal, window, heads, sms
         self.num_splits, self.batch_invariant = num_splits, batch_invariant

@@ -33,11 +33,20 @@ def long_rows(batch, heads, max_seqlen_q, **options) -> int:
 
 # fmt: off
 WHO = [
-    # Up to 64 packed rows: nobody is long
+    # Up to 32 packed rows: nobody is long
     (-1, 64, (32, 8), 1, {}),
-    (-1, 64, (32, 8), 16, {}),
-    (-1, 64, (32, 8), 16, {"batch_invariant": True}),
+    (-1, 64, (32, 8), 8, {}),
     (-1, 64, (64, 1), 1, {}),
+    # Up to 64: on Hopper, where enough tiles are there, the more so where items are not cut
+    (8, 64, (32, 8), 9, {}),
+    (8, 64, (32, 8), 16, {}),
+    (-1, 64, (32, 8), 16, {"wgmma": False}),
+    (-1, 64, (32, 8), 16, {"batch_invariant": True}),
+    (-1, 4, (64, 8), 8, {}),  # 32 tiles
+    (8, 5, (64, 8), 8, {}),  # 40
+    (-1, 10, (64, 8), 8, {"head_dim": (256, 256)}),  # 80
+    (8, 11, (64, 8), 8, {"head_dim": (256, 256)}),  # 88
+    (-1, 1, (32, 8), 16, {}),
     # More: what has more rows than single tokens
     (8, 64, (32, 8), 17, {}),
     (8, 64, (8, 8), 65, {}),

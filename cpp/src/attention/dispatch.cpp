@@ -50,19 +50,29 @@ int32_t num_chains(int64_t num_kv_heads, int num_sms) {
     return static_cast<int32_t>(best);
 }
 
-// Packed rows from which on sequences are the prefill kernel's; -1: none are. It does not split keys,
-// so it wants tiles for a good part of the multiprocessors. A single sequence is its, however short it
-// turns out to be, so that no second kernel has to look for short ones. Neither may count where bits
-// must not depend on the batch.
+// Tiles below which the multiprocessors have more of the split-KV kernel, which cuts the keys of every
+// tile. A prefill kernel cuts few tiles or none, but has all rows of a tile for one reading of its keys.
+int64_t least_tiles(int64_t rows, HeadDims dims, int num_sms) {
+    if (rows > kLongRows) {
+        return num_sms / 6;
+    }
+    return sm90::cuts_items(dims.v, false, false) ? num_sms / 4 : num_sms * 2 / 3;
+}
+
+// Packed rows from which on sequences are the prefill kernel's; -1: none are. A single sequence is its,
+// however short it turns out to be, so that no second kernel has to look for short ones. Neither that
+// nor the number of tiles may count where bits must not depend on the batch.
 //
 // Where a batch has both, the others are most likely single tokens: shape.rows fits those, and what
 // has more rows than they or a tile goes to the prefill kernel, too.
 int32_t long_rows(
-    const PlanParams& params, const PlanShape& shape, int64_t max_q_len, const Gpu& gpu
+    const PlanParams& params, const PlanShape& shape, HeadDims dims, int64_t max_q_len, const Gpu& gpu
 ) {
     constexpr int32_t kMostHeads = 128;  // of a group, in a tile
     const int64_t rows = max_q_len * shape.group;
-    const int32_t least = std::max(kLongRows, shape.group);  // a single token is never long
+    const bool is_early = gpu.has_wgmma && !params.batch_invariant;
+    // A single token is never long.
+    const int32_t least = std::max(is_early ? kLongRowsWgmma : kLongRows, shape.group);
     const bool may_be_long = max_q_len <= 0 || rows > least;
     if (!gpu.has_prefill || !may_be_long || shape.group > kMostHeads) {
         return -1;
@@ -71,7 +81,7 @@ int32_t long_rows(
         return least;
     }
     const int64_t most_tiles = params.batch * params.num_kv_heads * ((rows + 127) / 128);
-    if (max_q_len > 0 && most_tiles < gpu.num_sms / 6) {
+    if (max_q_len > 0 && most_tiles < least_tiles(rows, dims, gpu.num_sms)) {
         return -1;
     }
     if (params.batch == 1 && max_q_len > 0) {
@@ -174,7 +184,7 @@ PlanShape plan_shape(const PlanParams& params, const Gpu& gpu) {
     const int64_t max_q_len = params.cu_seqlens_q == nullptr ? 1 : params.max_seqlen_q;
     const HeadDims dims = built_head_dims(params.head_dim, params.head_dim_v);
     shape.rows = rows_per_tile(dims, 1, shape.group, params.batch_invariant);
-    shape.long_rows = long_rows(params, shape, max_q_len, gpu);
+    shape.long_rows = long_rows(params, shape, dims, max_q_len, gpu);
     if (shape.long_rows < 0) {
         shape.rows = rows_per_tile(dims, max_q_len, shape.group, params.batch_invariant);
     }

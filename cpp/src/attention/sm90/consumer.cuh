@@ -41,14 +41,15 @@ public:
             return;
         }
         int32_t tile = item->last_tile;
-        int32_t first = item->first_tile;
+        int32_t first = first_of(*item);
         softmax_.begin();
+        items_.begin(warpgroup_, false);
         wait(&shared_.q_full[0], 0);
         wait(&shared_.k_full[0], 0);
         cute::warpgroup_arrive();
         start_scores();
         cute::warpgroup_wait<0>();
-        end_scores(tile == first);
+        end_scores(tile == first, left_out(*item, first));
         int32_t at_edge = is_at_edge<Config>(*item, tile);
         set_factor(*item);
         rule(*item, tile, at_edge);
@@ -60,6 +61,7 @@ public:
         float sum[2];
         while (true) {
             const bool is_last = tile == first;
+            const int32_t rest = is_last ? left_out(*item, first) : 0;
             const Item* next = item;
             int32_t next_tile = tile - 1;
             if (is_last) {
@@ -68,13 +70,14 @@ public:
                     break;
                 }
                 next_tile = next->last_tile;
-                first = next->first_tile;
+                first = first_of(*next);
+                items_.begin(warpgroup_, rest > 0);
                 wait(&shared_.q_full[num_queries_ % kBuffers], num_queries_ / kBuffers % 2);
             }
             wait(&shared_.k_full[k_.index], k_.turn);
             cute::warpgroup_arrive();
             start_scores();
-            wait(&shared_.v_full[v_.index], v_.turn);
+            wait_for_values(rest);
             if (is_last) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
@@ -88,12 +91,12 @@ public:
             start_values(is_new == 0);
             const int32_t next_at_edge = is_at_edge<Config>(*next, next_tile);
             cute::warpgroup_wait<1>();
-            end_scores(next_tile == first);
+            end_scores(next_tile == first, left_out(*next, first));
             if (is_last) {
                 set_factor(*next);
             }
             rule(*next, next_tile, next_at_edge);
-            weigh();
+            weigh(rest);
             if (!is_last) {
                 rescale();
             } else {
@@ -111,7 +114,7 @@ public:
                 }
             }
         }
-        wait(&shared_.v_full[v_.index], v_.turn);
+        wait_for_values(left_out(*item, first));
         cute::warpgroup_arrive();
         start_values(is_new == 0);
         cute::warpgroup_wait<0>();
@@ -119,6 +122,23 @@ public:
     }
 
 private:
+    // A warpgroup without rows of an item takes the scores of its first tile only, with whatever values
+    // there are: so it goes through the same turns as for other items. Nobody waits for it.
+    __device__ __forceinline__ int32_t first_of(const Item& item) const {
+        const bool has_rows = !Config::kLeavesOut || warpgroup_ < item.warpgroups;
+        return has_rows ? item.first_tile : item.last_tile;
+    }
+
+    static __device__ __forceinline__ int32_t left_out(const Item& item, int32_t first) {
+        return Config::kLeavesOut ? first - item.first_tile : 0;
+    }
+
+    __device__ __forceinline__ void wait_for_values(int32_t num_left_out) const {
+        if (num_left_out == 0) {
+            wait(&shared_.v_full[v_.index], v_.turn);
+        }
+    }
+
     // On to the last of those tiles that all rows see in full, but for an item's last one: the same
     // with nothing to ask, so that instructions stand in the order in which they run.
     __device__ __forceinline__ void pass_inside(const Item& item, int32_t& tile, int32_t first) {
@@ -132,20 +152,20 @@ private:
             cute::warpgroup_arrive();
             start_values(true);
             cute::warpgroup_wait<1>();
-            end_scores(false);
+            end_scores(false, 0);
             --tile;
-            weigh();
+            weigh(0);
             rescale();
             pack_weights();
         }
     }
 
     // The softmax of the next tile while this one's values are multiplied, and their end.
-    __device__ __forceinline__ void weigh() {
+    __device__ __forceinline__ void weigh(int32_t num_left_out) {
         softmax_.step(scores_, factor_);
         stay_before_wait();
         cute::warpgroup_wait<0>();
-        end_values();
+        end_values(num_left_out);
     }
 
     // Of a tile of keys, with the queries at hand.
@@ -174,9 +194,9 @@ private:
     }
 
     // They are there: the keys are free, and so are the queries after an item's last tile.
-    __device__ __forceinline__ void end_scores(bool is_last_of_item) {
+    __device__ __forceinline__ void end_scores(bool is_last_of_item, int32_t num_left_out) {
         arrive(&shared_.k_free[k_.index]);
-        k_.advance();
+        k_.advance(1 + (is_last_of_item ? num_left_out : 0));
         if (is_last_of_item) {
             arrive(&shared_.q_free[num_queries_ % kBuffers]);
         }
@@ -199,9 +219,11 @@ private:
         cute::warpgroup_commit_batch();
     }
 
-    __device__ __forceinline__ void end_values() {
-        arrive(&shared_.v_free[v_.index]);
-        v_.advance();
+    __device__ __forceinline__ void end_values(int32_t num_left_out) {
+        if (num_left_out == 0) {
+            arrive(&shared_.v_free[v_.index]);
+        }
+        v_.advance(1 + num_left_out);
     }
 
     // One thread speaks for the warpgroup: its products are done when they are done for all.

@@ -33,6 +33,7 @@ __device__ __forceinline__ void begin_barriers(Shared<Config>& shared) {
         for (int i = 0; i < kItems; ++i) {
             ClusterBarrier::init(&shared.item_full[i], 1);
             ClusterBarrier::init(&shared.item_free[i], kLoaders + 4 * kWarpgroups);
+            ClusterBarrier::init(&shared.item_begun[i], 1);
         }
         if constexpr (Config::kWidens) {
             for (auto& of_warp : shared.raw.full) {

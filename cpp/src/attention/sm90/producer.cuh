@@ -104,7 +104,7 @@ private:
                 wait(&free[ring.index], ring.turn ^ 1);
                 if constexpr (kWholeGranules) {
                     if (cute::elect_one_sync()) {
-                        expect<kIsV, kFirst>(full);
+                        begin_tile<kIsV, kFirst>(item, tile, full, &free[ring.index]);
 #pragma unroll
                         for (int i = 0; i < kBoxes; ++i) {
                             const int in_tile = (kFirst + i * kStep) * kGranule;
@@ -118,7 +118,7 @@ private:
                     }
                 } else {
                     if (cute::elect_one_sync()) {
-                        expect<kIsV, kFirst>(full);
+                        begin_tile<kIsV, kFirst>(item, tile, full, &free[ring.index]);
                     }
                     __syncwarp();
                     const int in_tile = key - tile * Config::kKeys;
@@ -141,13 +141,16 @@ private:
         }
     }
 
-    // Of two warps that fill a stage, one says how much will come.
+    // Of two warps that fill a stage, one says how much will come, and who will not take it.
     template <bool kIsV, int kFirst>
-    __device__ __forceinline__ void expect(uint64_t* full) {
+    static __device__ __forceinline__ void begin_tile(
+        const Item& item, int tile, uint64_t* full, uint64_t* free
+    ) {
         if constexpr (kFirst == 0) {
             ClusterTransactionBarrier::arrive_and_expect_tx(
                 full, kIsV ? Config::kValueBytes : Config::kKeyBytes
             );
+            free_for_others<Config, kIsV>(item, tile, free);
         }
     }
 
@@ -310,6 +313,7 @@ private:
             item.factor = params_.call.scale * scale_at(params_.call.k_scale, item);
             item.v_scale = scale_at(params_.call.v_scale, item);
         }
+        item.warpgroups = (item.num_tokens * params_.call.shape.group + 63) / 64;
         item.pieces = 1;
         item.first_tile = all.first;
         item.last_tile = all.end - 1;

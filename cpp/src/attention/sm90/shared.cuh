@@ -35,6 +35,8 @@ struct Config {
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr PrefillTile kTile = prefill_tile(kHeadDim, kHeadDimV, kTransforms);
     static constexpr bool kCuts = cuts_items(kHeadDimV, kTransforms, kWidens);
+    // Warpgroups leave out items of which they have no rows. Others lack registers for it.
+    static constexpr bool kLeavesOut = kTile.warpgroups == 3 && !kWidens;
     static constexpr int kRows = kTile.rows();
     static constexpr int kKeys = kTile.keys;
     static constexpr int kSlabs = kHeadDim / kSlabElements;
@@ -48,6 +50,7 @@ struct Config {
 
 // An item, or a piece of it.
 struct Item : gpu::PrefillItem {
+    int32_t warpgroups;  // that have rows of it: the first ones
     int32_t first_tile;  // of keys: gone through from the last one down to this
     int32_t last_tile;
     int32_t piece;
@@ -99,6 +102,7 @@ struct alignas(1024) Shared {
     uint64_t v_loaded[kStages];  // before v_full, where values are looked at first
     uint64_t item_full[kItems];
     uint64_t item_free[kItems];
+    uint64_t item_begun[kItems];  // by the first warpgroup, which has rows of every item
     Item items[kItems];
     bool is_wild[kItems];  // values have been left out, and the results are to be repaired
     PrefillCuts cuts;
@@ -107,6 +111,19 @@ struct alignas(1024) Shared {
 // Until a barrier has completed a turn.
 __device__ __forceinline__ void wait(const uint64_t* barrier, uint32_t turn) {
     ClusterBarrier::wait(barrier, turn);
+}
+
+// Whoever fills a place with a tile has waited for it to be free: the next time it need not wait for
+// warpgroups that leave the tile out.
+template <class Config, bool kIsV>
+__device__ __forceinline__ void free_for_others(const Item& item, int tile, uint64_t* free) {
+    const bool is_left_out =
+        kIsV ? item.first_tile < item.last_tile : tile < item.last_tile;
+    if (Config::kLeavesOut && is_left_out) {
+        for (int32_t i = item.warpgroups; i < Config::kTile.warpgroups; ++i) {
+            ClusterBarrier::arrive(free);
+        }
+    }
 }
 
 // Warps of the producer warpgroup.
@@ -131,6 +148,12 @@ struct RingPlace {
             turn ^= 1;
         }
     }
+
+    __device__ __forceinline__ void advance(int32_t steps) {
+        const uint32_t places = static_cast<uint32_t>(index + steps);
+        index = static_cast<int>(places % kSize);
+        turn ^= places / kSize & 1;
+    }
 };
 
 // The ring of items, as a warp reads it: an item stays until it is released.
@@ -150,6 +173,20 @@ public:
         __syncwarp();
         if (threadIdx.x % 32 == 0) {
             ClusterBarrier::arrive(&shared_.item_free[&item - shared_.items]);
+        }
+    }
+
+    // For a warpgroup that has left out tiles: that the rings are not further from its place than one
+    // turn. To the first one, which leaves out none, this says where it is.
+    __device__ __forceinline__ void begin(int warpgroup, bool has_left_out) {
+        const uint32_t mine = next_ - 1;
+        uint64_t* const begun = &shared_.item_begun[mine % kItems];
+        if (warpgroup == 0) {
+            if (threadIdx.x % 128 == 0) {
+                ClusterBarrier::arrive(begun);
+            }
+        } else if (has_left_out) {
+            sm90::wait(begun, mine / kItems % 2);
         }
     }
 
