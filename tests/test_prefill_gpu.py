@@ -177,6 +177,23 @@ def masks() -> list[Case]:
     ]
 
 
+def few_rows() -> list[Case]:
+    """Some items for each multiprocessor, one after the other: some warpgroups have rows of them and
+    others have not. With one tile of keys, with two, with more."""
+    q_lens = (5, 50, 32, 33, 7, 20, 64, 65, 31, 5, 6, 8) * 3
+    return [
+        Case(f"few_rows_{dims[0]}_{name}", q_lens,
+             tuple((q_len + 37 * i * i) % most + 1 for i, q_len in enumerate(q_lens)),
+             (16, 8), dims, **more, **KINDS[kind])
+        for dims, kind, most, name, more in (
+            ((128, 128), "bf16", 600, "plain", {}), ((64, 64), "fp16", 700, "plain", {}),
+            ((128, 128), "fp16", 240, "short", {"causal": False}),
+            ((64, 64), "bf16", 300, "short", {}),
+            ((96, 96), "bf16", 500, "window", {"window": (130, 0)}),
+        )
+    ]
+
+
 def rows() -> list[Case]:
     """Where queries and results lie, and fp8."""
     return [
@@ -192,7 +209,7 @@ def rows() -> list[Case]:
 # fmt: on
 
 
-CASES = [*edges(), *groups(), *head_dims(), *pages(), *masks(), *rows()]
+CASES = [*edges(), *groups(), *head_dims(), *pages(), *masks(), *few_rows(), *rows()]
 
 
 def test_case_names_are_unique():

@@ -66,7 +66,11 @@ int64_t least_tiles(int64_t rows, HeadDims dims, int num_sms) {
 // Where a batch has both, the others are most likely single tokens: shape.rows fits those, and what
 // has more rows than they or a tile goes to the prefill kernel, too.
 int32_t long_rows(
-    const PlanParams& params, const PlanShape& shape, HeadDims dims, int64_t max_q_len, const Gpu& gpu
+    const PlanParams& params,
+    const PlanShape& shape,
+    HeadDims dims,
+    int64_t max_q_len,
+    const Gpu& gpu
 ) {
     constexpr int32_t kMostHeads = 128;  // of a group, in a tile
     const int64_t rows = max_q_len * shape.group;

@@ -117,8 +117,7 @@ __device__ __forceinline__ void wait(const uint64_t* barrier, uint32_t turn) {
 // warpgroups that leave the tile out.
 template <class Config, bool kIsV>
 __device__ __forceinline__ void free_for_others(const Item& item, int tile, uint64_t* free) {
-    const bool is_left_out =
-        kIsV ? item.first_tile < item.last_tile : tile < item.last_tile;
+    const bool is_left_out = kIsV ? item.first_tile < item.last_tile : tile < item.last_tile;
     if (Config::kLeavesOut && is_left_out) {
         for (int32_t i = item.warpgroups; i < Config::kTile.warpgroups; ++i) {
             ClusterBarrier::arrive(free);
