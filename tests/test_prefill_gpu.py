@@ -178,8 +178,8 @@ def masks() -> list[Case]:
 
 
 def few_rows() -> list[Case]:
-    """Some items for each multiprocessor, one after the other: some warpgroups have rows of them and
-    others have not. With one tile of keys, with two, with more."""
+    """Some items for each multiprocessor, one after the other: some warpgroups have rows of
+    them and others have not. With one tile of keys, with two, with more."""
     q_lens = (5, 50, 32, 33, 7, 20, 64, 65, 31, 5, 6, 8) * 3
     return [
         Case(f"few_rows_{dims[0]}_{name}", q_lens,

@@ -5,6 +5,7 @@
 #include "pagetile/cache_write.h"
 #include "pagetile/dtype.h"
 
+#include <cuda.h>
 #include <vector_types.h>
 
 #include <cstdint>
@@ -22,6 +23,13 @@ struct KvSide {
     int64_t chunk_stride;  // a row is cut into chunks of 2^chunk_log2 elements
     int32_t chunk_log2;
     int32_t row_bytes;
+};
+
+// The pages for TMA, on Hopper. K: {head_dim, token, KV head, page}, a box 64 elements of 16 keys. V:
+// {64, token, 64 elements each, KV head, page}, a box all elements of 16 keys.
+struct PageBoxes {
+    CUtensorMap k;
+    CUtensorMap v;
 };
 
 // In the order in which the kernel first needs them: every launch finds its parameters outside the

@@ -375,9 +375,13 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
     set_schedule(call.kernel, call.shape, call.workspace, call.plan);
     call.kernel.plan_waits = plans;
     call.kernel.pdl = params.pdl && !plans;
+    const PageBoxes* boxes = nullptr;
     if (has_wgmma) {
 #if PAGETILE_HAS_SM90
         launch_wgmma_prefill(call, prefill);
+        if (call.kernel.joins && call.kernel.copies_whole_rows && prefill.v_in_one_box) {
+            boxes = &prefill.pages;
+        }
 #endif
     } else if (call.shape.long_rows >= 0) {
         launch_portable_prefill(call);
@@ -389,7 +393,7 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
     // chain clusters find no place beside the kernel before (H200: 16 us for 13 without the chain).
     call.kernel.in_clusters = call.shape.in_clusters && !call.kernel.pdl &&
                               params.total_q * call.shape.group <= call.shape.rows;
-    sm80::launch_split_kv(call.kernel, params.kv_dtype, call.dims, params.device, stream);
+    sm80::launch_split_kv(call.kernel, boxes, params.kv_dtype, call.dims, params.device, stream);
 }
 
 }  // namespace pagetile::gpu

@@ -8,8 +8,12 @@
 #include "attention/sm80/work_list.cuh"
 #include "common/ptx.cuh"
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm80.hpp>
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/swizzle.hpp>
+#include <cutlass/arch/barrier.h>
 
 #include <cstdint>
 
@@ -88,9 +92,10 @@ public:
     static constexpr int kRowBytesV = Config::kHeadDimV * Config::kElementBytes;
     static constexpr int kStageBytes = kKeys * (kRowBytesK + kRowBytesV);
 
-    // `ring` is this key warp's; `list` this warp's own.
+    // `ring` is this key warp's; `list` this warp's own. boxes: of an instance beside another kernel.
     __device__ KvRing(
         const KernelParams& params,
+        const gpu::PageBoxes* boxes,
         WorkList<Config::kRows>& list,
         const SequenceWindow& window,
         char* ring,
@@ -98,17 +103,30 @@ public:
         int row_warp
     )
         : params_(params),
+          boxes_(boxes),
           list_(list),
           window_(window),
           ring_(ring),
           key_warp_(key_warp),
           row_warp_(row_warp),
-          lane_(static_cast<int>(threadIdx.x % 32)) {}
+          lane_(static_cast<int>(threadIdx.x % 32)) {
+        if constexpr (Config::kBeside) {
+            if (lane_ == 0) {
+                for (int stage = 0; stage < kStages; ++stage) {
+                    cutlass::arch::ClusterBarrier::init(filled(stage), 1);
+                }
+            }
+            cutlass::arch::fence_barrier_init();
+            __syncwarp();
+        }
+    }
 
     // The first of a key warp's tiles from `tile` on. Which warp has which keys depends on their
     // position alone.
     static __device__ int first_tile(int tile, int key_warp) {
-        return tile + ((key_warp - tile) & (kShape.key_warps - 1));
+        constexpr uint32_t kWarps = kShape.key_warps;
+        const uint32_t before = kWarps - static_cast<uint32_t>(tile) % kWarps;
+        return tile + static_cast<int>((static_cast<uint32_t>(key_warp) + before) % kWarps);
     }
 
     // Looks up the first pages, before the wait for the kernels before. `item` is the first one, if
@@ -131,7 +149,7 @@ public:
             if (stage >= 0) {
                 copy_next(stage);
             }
-            if (batch_is_over()) {
+            if (now_.tile >= batch_end_) {
                 look_ahead(nullptr);
             }
         }
@@ -140,6 +158,14 @@ public:
     // Waits for the tile in `stage_`; returns where it is.
     __device__ __forceinline__ const char* wait() {
         cute::cp_async_wait<kStages - 1>();
+        if constexpr (Config::kBeside) {
+            if ((by_boxes_ >> stage_ & 1) != 0) {
+                cutlass::arch::ClusterBarrier::wait(filled(stage_), turns_ >> stage_ & 1);
+                turns_ ^= 1u << stage_;
+            } else {
+                cutlass::arch::fence_view_async_shared();  // TMA may be next to write there
+            }
+        }
         sync_row_warps();
         return ring_ + stage_ * kStageBytes;
     }
@@ -148,7 +174,8 @@ public:
     __device__ __forceinline__ void release() {
         sync_row_warps();
         // Before the copies, not behind: a call would wait until the memory has taken them all.
-        if (batch_ends_soon()) {
+        static constexpr int kSoon = 3;  // tiles: in time for a lookup to be answered
+        if (now_.tile + kSoon * kShape.key_warps >= batch_end_) {
             look_ahead(&window_);
         }
         copy_next(stage_);
@@ -181,6 +208,7 @@ private:
     };
 
     static constexpr int kKeysLog2 = kKeys == 16 ? 4 : 5;
+    static constexpr int kGroups = kKeys / 16;  // of 16 keys, in a tile
     // More would hold more addresses in registers than there are.
     static constexpr int kUnroll = 8;
 
@@ -247,30 +275,43 @@ private:
         }
     }
 
-    __device__ bool batch_is_over() const {
-        return in_batch_ >= tiles_per_batch() || now_.tile >= now_.end_tile;
-    }
-
-    // In time for a lookup to be answered.
-    __device__ bool batch_ends_soon() const {
-        static constexpr int kSoon = 3;
-        return in_batch_ + kSoon >= tiles_per_batch() ||
-               now_.tile + kSoon * kShape.key_warps >= now_.end_tile;
+    // The next batch, which has been looked up.
+    __device__ __forceinline__ void take_batch() {
+        now_ = ahead_;
+        has_ahead_ = now_.tile >= now_.end_tile;  // behind the last one there is nothing
+        in_batch_ = 0;
+        batch_end_ = min(now_.tile + tiles_per_batch() * kShape.key_warps, now_.end_tile);
+        // 16 keys a lane, if there are pages enough for that
+        const int tile = now_.tile + lane_ / kGroups * kShape.key_warps;
+        const int first_key = tile * kKeys + lane_ % kGroups * 16;
+        simple_ = __ballot_sync(
+            kWarp,
+            params_.copies_whole_rows && is_page(params_, now_.page) &&
+                first_key >= now_.first_key && first_key + 16 <= now_.end_key
+        );
     }
 
     // Copies the next tile into a stage; leaves it alone where there is none. The next batch has been
     // looked up if this one is over.
     __device__ __forceinline__ void copy_next(int stage) {
-        if (batch_is_over()) {
-            now_ = ahead_;
-            has_ahead_ = now_.tile >= now_.end_tile;  // behind the last one there is nothing
-            in_batch_ = 0;
+        if (now_.tile >= batch_end_) {
+            take_batch();
         }
         if (now_.tile < now_.end_tile) {
             char* to = ring_ + stage * kStageBytes;
+            bool by_boxes = false;
+            if constexpr (Config::kBeside) {
+                by_boxes = is_tile_simple();
+                by_boxes_ = (by_boxes_ & ~(1u << stage)) | static_cast<uint32_t>(by_boxes) << stage;
+                if (by_boxes) {
+                    copy_boxes(stage, to);
+                }
+            }
+            if (!by_boxes) {
 #pragma unroll
-            for (int group = 0; group < kKeys; group += 16) {
-                copy_keys(to, group);
+                for (int group = 0; group < kKeys; group += 16) {
+                    copy_keys(to, group);
+                }
             }
             now_.tile += kShape.key_warps;
             ++in_batch_;
@@ -286,14 +327,76 @@ private:
         return (in_batch_ * kKeys + key_in_tile) >> params_.granule_log2;
     }
 
+    // Whether 16 keys of the tile are whole rows of one page, and visible.
+    __device__ __forceinline__ bool is_simple(int group) const {
+        return (simple_ >> (in_batch_ * kGroups + group) & 1) != 0;
+    }
+
+    // Where TMA counts the bytes of a stage.
+    __device__ __forceinline__ uint64_t* filled(int stage) const {
+        __shared__ uint64_t barriers[kShape.key_warps][kStages];
+        return &barriers[key_warp_][stage];
+    }
+
+    __device__ __forceinline__ bool is_tile_simple() const {
+        static constexpr uint32_t kAll = (1u << kGroups) - 1;
+        return (simple_ >> in_batch_ * kGroups & kAll) == kAll;
+    }
+
+    // Copies the whole tile by TMA: into the same places, for the swizzle is the same. (By the lanes that
+    // have the pages, without shuffles: they take turns, in loops that take longer.)
+    __device__ __forceinline__ void copy_boxes(int stage, char* to) const {
+        static constexpr int kSlabBytes = 128;
+        static constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+        int pages[kGroups];
+        int offsets[kGroups];
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i) {
+            pages[i] = __shfl_sync(kWarp, now_.page, in_batch_ * kGroups + i);
+            offsets[i] = __shfl_sync(kWarp, now_.offset, in_batch_ * kGroups + i);
+        }
+        if (cute::elect_one_sync()) {
+            cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(
+                filled(stage), kStageBytes
+            );
+#pragma unroll
+            for (int i = 0; i < kGroups; ++i) {
+                char* const group = to + i * 16 * kSlabBytes;
+#pragma unroll
+                for (int slab = 0; slab < kRowBytesK / kSlabBytes; ++slab) {
+                    cute::SM90_TMA_LOAD_4D::copy(
+                        &boxes_->k,
+                        filled(stage),
+                        kHint,
+                        group + slab * kKeys * kSlabBytes,
+                        slab * kSlabBytes / Config::kElementBytes,
+                        offsets[i],
+                        now_.kv_head,
+                        pages[i]
+                    );
+                }
+                cute::SM90_TMA_LOAD_5D::copy(
+                    &boxes_->v,
+                    filled(stage),
+                    kHint,
+                    group + kKeys * kRowBytesK,
+                    0,
+                    offsets[i],
+                    0,
+                    now_.kv_head,
+                    pages[i]
+                );
+            }
+        }
+        __syncwarp();
+    }
+
     // Copies the tile's 16 keys from `group` on.
     __device__ __forceinline__ void copy_keys(char* to, int group) const {
-        const int page = __shfl_sync(kWarp, now_.page, granule_lane(group));
-        const int offset = __shfl_sync(kWarp, now_.offset, granule_lane(group));
-        const int first_key = now_.tile * kKeys + group;
-        const bool is_simple = params_.copies_whole_rows && is_page(params_, page) &&
-                               first_key >= now_.first_key && first_key + 16 <= now_.end_key;
-        if (is_simple) [[likely]] {
+        if (is_simple(group / 16)) [[likely]] {
+            const int lane = in_batch_ * kGroups + group / 16;
+            const int page = __shfl_sync(kWarp, now_.page, lane);
+            const int offset = __shfl_sync(kWarp, now_.offset, lane);
             if constexpr (kRowBytesK == kRowBytesV) {
                 // One code for both
 #pragma unroll 1
@@ -308,6 +411,7 @@ private:
                 );
             }
         } else {
+            const int first_key = now_.tile * kKeys + group;
             const Some some = {
                 now_.page,
                 now_.offset,
@@ -405,14 +509,19 @@ private:
     }
 
     const KernelParams& params_;
+    const gpu::PageBoxes* boxes_;
     WorkList<Config::kRows>& list_;
     const SequenceWindow& window_;
     char* ring_;
     int key_warp_;
     int row_warp_;
     int lane_;
-    int stage_ = 0;     // the next to be read
-    int in_batch_ = 0;  // the next tile of the batch to be copied
+    int stage_ = 0;          // the next to be read
+    int in_batch_ = 0;       // the next tile of the batch to be copied
+    int batch_end_ = 0;      // the tile behind the batch's last one
+    uint32_t simple_ = 0;    // a bit for 16 keys of the batch each
+    uint32_t by_boxes_ = 0;  // a bit a stage: TMA fills it
+    uint32_t turns_ = 0;     // a bit a stage: whether its barrier is in an odd turn
     bool has_ahead_ = false;
     bool is_done_ = false;
     Batch now_ = {-1, 0, 0, 0, 0, 0, 0};

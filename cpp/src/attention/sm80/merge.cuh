@@ -157,7 +157,7 @@ public:
 
 private:
     static constexpr int kWarps = kThreads / 32;
-    static_assert(kWarps <= kCountersPerTile);
+    static_assert(kWarps <= kCountersPerTile || kRows <= kCountersPerTile);
 
     // Where a row's pieces are in the workspace: the first one, the second one, others at even steps
     // from that. In bytes.

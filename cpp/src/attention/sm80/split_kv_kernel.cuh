@@ -12,8 +12,16 @@
 
 namespace pagetile::sm80 {
 
-// One instance of the kernel. Stored is Math, or an fp8 type with fp16 as Math.
-template <class Math_, class Stored_, int kHeadDim_, int kHeadDimV_, int kRows_, int kArch>
+// One instance of the kernel. Stored is Math, or an fp8 type with fp16 as Math. kBeside: it runs beside
+// a kernel that prefills, and there are gpu::PageBoxes.
+template <
+    class Math_,
+    class Stored_,
+    int kHeadDim_,
+    int kHeadDimV_,
+    int kRows_,
+    int kArch,
+    bool kBeside_ = false>
 struct Config {
     using Math = Math_;
     using Stored = Stored_;
@@ -21,9 +29,13 @@ struct Config {
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kRows = kRows_;
     static constexpr int kElementBytes = sizeof(Stored);
+    static constexpr bool kBeside = kBeside_;
     static constexpr TileShape kShape =
-        tile_shape(kHeadDim, kHeadDimV, kElementBytes, kRows, kArch);
-    static constexpr bool kMeetsInClusters = meets_in_clusters(kShape, kArch);
+        kBeside ? tile_shape_beside(kHeadDim)
+                : tile_shape(kHeadDim, kHeadDimV, kElementBytes, kRows, kArch);
+    static constexpr bool kMeetsInClusters = !kBeside && meets_in_clusters(kShape, kArch);
+    static constexpr int kListBytes =
+        kBeside ? list_bytes_with_barriers(kShape) : list_bytes(kShape);
     static_assert(kShape.rows() == kRows && kShape.stages > 0);
     using KLayout = RowLayout<kShape.keys, kHeadDim * kElementBytes>;
     using VLayout = RowLayout<kShape.keys, kHeadDimV * kElementBytes>;
@@ -54,9 +66,12 @@ public:
         bool has_next;
     };
 
-    static __device__ void run(const KernelParams& params, char* dynamic_shared) {
+    // boxes: of an instance beside another kernel.
+    static __device__ void run(
+        const KernelParams& params, const gpu::PageBoxes* boxes, char* dynamic_shared
+    ) {
         __shared__ Shared shared;
-        static_assert(sizeof(Shared) <= list_bytes(kShape));
+        static_assert(sizeof(Shared) <= Config::kListBytes);
         const int warp = __shfl_sync(kWarp, static_cast<int>(threadIdx.x / 32), 0);
         const int key_warp = warp / kShape.row_warps;
         const int row_warp = warp % kShape.row_warps;
@@ -89,6 +104,7 @@ public:
         bool has_more = has_work && list.may_have_more();
         RingOf ring(
             params,
+            boxes,
             shared.ahead[warp],
             shared.window,
             dynamic_shared + key_warp * kRingBytes,
@@ -353,7 +369,21 @@ __global__ void __launch_bounds__(256, 1) split_kv_kernel(
     const __grid_constant__ KernelParams params
 ) {
     extern __shared__ __align__(128) char shared[];
-    SplitKv<Config<Math, Stored, kHeadDim, kHeadDimV, kRows, kDeviceArch>>::run(params, shared);
+    using ThisConfig = Config<Math, Stored, kHeadDim, kHeadDimV, kRows, kDeviceArch>;
+    SplitKv<ThisConfig>::run(params, nullptr, shared);
+}
+
+// The same beside a kernel that prefills: tile_shape_beside(). For nothing but Hopper.
+template <class Math, int kHeadDim>
+__global__ void
+__launch_bounds__(tile_shape_beside(kHeadDim).num_threads(), 1) split_kv_beside_kernel(
+    const __grid_constant__ KernelParams params, const __grid_constant__ gpu::PageBoxes boxes
+) {
+    if constexpr (kDeviceArch >= 900) {
+        extern __shared__ __align__(1024) char shared_beside[];
+        using ThisConfig = Config<Math, Math, kHeadDim, kHeadDim, 8, kDeviceArch, true>;
+        SplitKv<ThisConfig>::run(params, &boxes, shared_beside);
+    }
 }
 
 }  // namespace pagetile::sm80

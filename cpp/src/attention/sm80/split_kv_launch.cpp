@@ -24,6 +24,14 @@ const void* find_instance(DType kv_dtype, HeadDims dims, int rows) {
     }
 }
 
+const void* find_beside(DType kv_dtype, HeadDims dims, int rows) {
+    if (rows != 8 || is_float8(kv_dtype)) {
+        return nullptr;
+    }
+    return kv_dtype == DType::kFloat16 ? split_kv_beside_half_t(dims)
+                                       : split_kv_beside_bfloat16_t(dims);
+}
+
 // What a launch of an instance on a device needs, asked for once.
 struct Launch {
     std::atomic<int> threads;  // 0: not asked yet
@@ -32,14 +40,16 @@ struct Launch {
     std::atomic<bool> has_clusters;
 };
 
-constexpr int kRowKinds = 3;  // 8, 16 and 32 rows
-constexpr int kInstances = gpu::kKvTypes * gpu::kHeadDimPairs * kRowKinds;
+// 8, 16 and 32 rows, and beside a kernel that prefills
+constexpr int kKinds = 4;
+constexpr int kBeside = 3;
+constexpr int kInstances = gpu::kKvTypes * gpu::kHeadDimPairs * kKinds;
 
-Launch& launch_of(DType kv_dtype, HeadDims dims, int rows, Device device) {
+Launch& launch_of(DType kv_dtype, HeadDims dims, int kind, Device device) {
     static Launch launches[kMaxDevices][kInstances];
     check_device_index(device, kFunction);
     const int instance = gpu::index_of(kv_dtype) * gpu::kHeadDimPairs + gpu::index_of(dims);
-    return launches[device.index][instance * kRowKinds + rows / 16];
+    return launches[device.index][instance * kKinds + kind];
 }
 
 cudaLaunchAttribute clusters() {
@@ -68,15 +78,23 @@ bool fits_clusters(const void* kernel, int threads, int shared_memory) {
 }
 
 void prepare(
-    Launch& launch, const void* kernel, HeadDims dims, int element_bytes, int rows, Device device
+    Launch& launch,
+    const void* kernel,
+    HeadDims dims,
+    int element_bytes,
+    int rows,
+    bool is_beside,
+    Device device
 ) {
     const RelaxedCapture relaxed(kFunction);
     cudaFuncAttributes attributes;
     check_launch(cudaFuncGetAttributes(&attributes, kernel), kFunction, device);
     // The code may be older than the GPU: PTX, compiled by the driver.
     const int arch = attributes.ptxVersion * 10;
-    const TileShape shape = tile_shape(dims.k, dims.v, element_bytes, rows, arch);
-    const int bytes = shared_memory(shape, dims.k, dims.v, element_bytes, arch);
+    const TileShape shape = is_beside ? tile_shape_beside(dims.k)
+                                      : tile_shape(dims.k, dims.v, element_bytes, rows, arch);
+    const int bytes = is_beside ? shared_memory_beside(dims.k)
+                                : shared_memory(shape, dims.k, dims.v, element_bytes, arch);
     check_launch(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         kFunction,
@@ -84,21 +102,31 @@ void prepare(
     );
     launch.shared_memory = bytes;
     launch.is_hopper = attributes.ptxVersion >= 90;
-    launch.has_clusters =
-        meets_in_clusters(shape, arch) && fits_clusters(kernel, shape.num_threads(), bytes);
+    launch.has_clusters = !is_beside && meets_in_clusters(shape, arch) &&
+                          fits_clusters(kernel, shape.num_threads(), bytes);
     launch.threads.store(shape.num_threads(), std::memory_order_release);
 }
 
 }  // namespace
 
 void launch_split_kv(
-    KernelParams& params, DType kv_dtype, HeadDims dims, Device device, cudaStream_t stream
+    KernelParams& params,
+    const gpu::PageBoxes* boxes,
+    DType kv_dtype,
+    HeadDims dims,
+    Device device,
+    cudaStream_t stream
 ) {
     const int rows = params.shape.rows;
-    const void* kernel = find_instance(kv_dtype, dims, rows);
-    Launch& launch = launch_of(kv_dtype, dims, rows, device);
+    const void* kernel = boxes != nullptr ? find_beside(kv_dtype, dims, rows) : nullptr;
+    const bool is_beside = kernel != nullptr;
+    if (!is_beside) {
+        kernel = find_instance(kv_dtype, dims, rows);
+    }
+    Launch& launch = launch_of(kv_dtype, dims, is_beside ? kBeside : rows / 16, device);
     if (launch.threads.load(std::memory_order_acquire) == 0) {
-        prepare(launch, kernel, dims, static_cast<int>(dtype_size(kv_dtype)), rows, device);
+        const auto element_bytes = static_cast<int>(dtype_size(kv_dtype));
+        prepare(launch, kernel, dims, element_bytes, rows, is_beside, device);
     }
     params.in_clusters = params.in_clusters && launch.has_clusters.load(std::memory_order_relaxed);
     cudaLaunchAttribute attributes[2];
@@ -116,7 +144,7 @@ void launch_split_kv(
     config.dynamicSmemBytes =
         static_cast<size_t>(launch.shared_memory.load(std::memory_order_relaxed));
     config.stream = stream;
-    void* arguments[] = {&params};
+    void* arguments[] = {&params, const_cast<gpu::PageBoxes*>(boxes)};
     check_launch(cudaLaunchKernelExC(&config, kernel, arguments), kFunction, device);
 }
 

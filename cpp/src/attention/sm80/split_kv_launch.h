@@ -17,8 +17,20 @@ const void* split_kv_bfloat16_t(HeadDims dims, int rows);
 const void* split_kv_float_e4m3_t(HeadDims dims, int rows);
 const void* split_kv_float_e5m2_t(HeadDims dims, int rows);
 
+// The instances beside a kernel that prefills, or null: there is none.
+const void* split_kv_beside_half_t(HeadDims dims);
+const void* split_kv_beside_bfloat16_t(HeadDims dims);
+const void* split_kv_beside_float_e4m3_t(HeadDims dims);
+const void* split_kv_beside_float_e5m2_t(HeadDims dims);
+
+// boxes: null, or for an instance that runs beside a kernel that prefills, if there is one.
 void launch_split_kv(
-    KernelParams& params, DType kv_dtype, HeadDims dims, Device device, cudaStream_t stream
+    KernelParams& params,
+    const gpu::PageBoxes* boxes,
+    DType kv_dtype,
+    HeadDims dims,
+    Device device,
+    cudaStream_t stream
 );
 
 }  // namespace pagetile::sm80

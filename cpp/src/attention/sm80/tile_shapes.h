@@ -52,6 +52,13 @@ constexpr int list_bytes(const TileShape& shape) {
     return ((shape.key_warps * shape.row_warps + 1) * 144 + 660 + 127) / 128 * 128;
 }
 
+// Likewise with the barriers of rings that TMA fills: it swizzles by the address, so that slabs begin
+// at multiples of 1024 bytes.
+constexpr int list_bytes_with_barriers(const TileShape& shape) {
+    const int bytes = list_bytes(shape) + shape.key_warps * shape.stages * 8;
+    return (bytes + 1023) / 1024 * 1024;
+}
+
 // The queries of an item and of the next one, 16 bits an element.
 constexpr int query_bytes(const TileShape& shape, int head_dim) {
     return 2 * shape.rows() * head_dim * 2;
@@ -108,5 +115,29 @@ constexpr TileShape tile_shape(
     }
     return shape;  // unreachable for the head dimensions built: checked where it is used
 }
+
+// Beside a kernel that prefills, on Hopper, for 8 rows and elements of 16 bits. There are few
+// multiprocessors then, and what limits each is not the memory but how long its warps take for a tile:
+// TMA copies for them, and they are two more, as many as the shared memory has rings for.
+constexpr TileShape tile_shape_beside(int head_dim) {
+    return {
+        .keys = head_dim <= 64 ? 32 : 16,
+        .key_warps = 10,
+        .row_warps = 1,
+        .row_steps = 1,
+        .stages = 2,
+    };
+}
+
+constexpr int shared_memory_beside(int head_dim) {
+    const TileShape shape = tile_shape_beside(head_dim);
+    return shape.key_warps * shape.stages * stage_bytes(shape, head_dim, head_dim, 2) +
+           query_bytes(shape, head_dim) + merge_bytes(shape, head_dim);
+}
+
+static_assert(
+    shared_memory_beside(128) + list_bytes_with_barriers(tile_shape_beside(128)) <=
+    max_shared_memory(900)
+);
 
 }  // namespace pagetile::sm80

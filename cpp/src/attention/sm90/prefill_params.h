@@ -18,9 +18,9 @@ struct PieceSums {
 
 struct PrefillParams {
     CUtensorMap q;  // {head_dim, query head, row}; a box is a slab of a tile's rows
-    CUtensorMap k;  // {head_dim, token, KV head, page}; a box is a slab of box_rows keys
-    CUtensorMap v;  // likewise; or {64, token, slab, KV head, page}, a box all slabs of 16 keys
-    // Of 8 bits: {head_dim, token, KV head, page}, a box box_rows keys.
+    // A box of K is a slab of box_rows keys. So is one of V, in a map like K's, where it is not all
+    // slabs of 16 keys. Of 8 bits: {head_dim, token, KV head, page}, a box box_rows keys.
+    gpu::PageBoxes pages;
     bool v_in_one_box;
     bool is_e5m2;
     int32_t box_rows;        // 16, or 8 where pages are no multiple of 16

@@ -177,7 +177,7 @@ private:
         int32_t kv_head, int32_t page, int32_t offset, uint64_t* full, int stage, int in_tile
     ) {
         cute::SM90_TMA_LOAD_5D::copy(
-            &params_.v,
+            &params_.pages.v,
             full,
             kEvictNormal,
             shared_.v[stage] + in_tile * Config::kSlabsV * kSlabBytes,
@@ -198,7 +198,7 @@ private:
 #pragma unroll
         for (int slab = 0; slab < Config::kSlabsV; ++slab) {
             cute::SM90_TMA_LOAD_4D::copy(
-                &params_.v,
+                &params_.pages.v,
                 full,
                 kEvictNormal,
                 to + slab * kGranuleBytes,
@@ -216,7 +216,7 @@ private:
 #pragma unroll
         for (int slab = 0; slab < Config::kSlabs; ++slab) {
             cute::SM90_TMA_LOAD_4D::copy(
-                &params_.k,
+                &params_.pages.k,
                 full,
                 kEvictNormal,
                 shared_.k[stage] + (slab * Config::kKeys + in_tile) * kSlabBytes,

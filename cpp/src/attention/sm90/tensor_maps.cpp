@@ -168,7 +168,7 @@ bool describe_tensors(PrefillParams& params, DType q_dtype, DType kv_dtype, Head
     const bool has_values =
         params.v_in_one_box
             ? describe<5>(
-                  params.v,
+                  params.pages.v,
                   kv_dtype,
                   v.data,
                   {{{kSlab, 2, kSlab},
@@ -177,8 +177,8 @@ bool describe_tensors(PrefillParams& params, DType q_dtype, DType kv_dtype, Head
                     {num_kv_heads, v.head_stride, 1},
                     {pages, v.page_stride, 1}}}
               )
-            : by_rows(params.v, v, call.head_dim_v, dims.v);
-    return has_queries && by_rows(params.k, k, call.head_dim, dims.k) && has_values;
+            : by_rows(params.pages.v, v, call.head_dim_v, dims.v);
+    return has_queries && by_rows(params.pages.k, k, call.head_dim, dims.k) && has_values;
 }
 
 }  // namespace pagetile::sm90

@@ -110,7 +110,7 @@ public:
         __syncwarp();  // and all have read the tile that was there
         if (in_tile < Config::kKeys && in_tile / kGranule % kStep == kFirst) {
             cute::SM90_TMA_LOAD_4D::copy(
-                kIsV ? &params_.v : &params_.k,
+                kIsV ? &params_.pages.v : &params_.pages.k,
                 full,
                 kEvictNormal,
                 raw_tile<kIsV>(stage) + in_tile * kRowBytes,
