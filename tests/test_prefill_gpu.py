@@ -144,7 +144,7 @@ def head_dims() -> list[Case]:
 def pages() -> list[Case]:
     """Pages of each size in every other storage, with one of the head dims each."""
     equal = [dims for dims in DIMS if dims[0] == dims[1]]
-    sizes = (1, 7, 8, 16, 24, 32, 64, 256)
+    sizes = (1, 3, 7, 8, 12, 16, 24, 32, 64, 256)
     return [
         Case(f"page{size}_{storage}", *LENS, (8, 2), equal[(i + j) % len(equal)], size,
              storage=storage, table_pad=j % 3, **KINDS[("bf16", "fp16")[(i + j) % 2]])
@@ -152,7 +152,15 @@ def pages() -> list[Case]:
     ] + [
         Case(f"page{size}_{storage}_192_128", *LENS, (8, 2), (192, 128), size, storage=storage)
         for size, storage in ((8, "nhd"), (16, "hnd"), (24, "packed"), (64, "packed_hnd"),
-                              (24, "nhd"), (8, "packed_hnd"))
+                              (24, "nhd"), (8, "packed_hnd"), (7, "nhd"), (1, "packed_hnd"))
+    ] + [
+        Case(f"page{size}_{dims[0]}_{dims[1]}", *LENS, (8, 2), dims, size, window=window,
+             sinks="float32", **KINDS[kind])
+        for size, dims, window, kind in (
+            (1, (40, 40), (-1, -1), "bf16"), (7, (72, 72), (90, 0), "fp16"),
+            (5, (120, 120), (100, 3), "bf16"), (1, (160, 160), (-1, -1), "fp16"),
+            (9, (128, 64), (-1, -1), "bf16"), (1, (40, 256), (120, 0), "bf16"),
+        )
     ]
 
 
@@ -292,6 +300,7 @@ AGAIN = {
     "head_dim192_128": {"head_dim": (192, 128)},
     "head_dim256": {"head_dim": (256, 256), "dtype": "float16"},
     "page8": {"page_size": 8, "head_dim": (128, 128)},
+    "page7": {"page_size": 7, "head_dim": (128, 128)},
     "window": {"window": (170, 0)},
     "everything": {"alibi": "heads", "sinks": "float32", "softcap": 9.0},
     "fp8": {"cache_dtype": "float8_e4m3fn", "scales": "heads", "head_dim": (128, 128)},
@@ -517,9 +526,12 @@ def test_the_kernel_that_runs(kernel):
     for name in ("q", "k_cache", "v_cache"):
         far = moved(problem.arguments[name], 0, 1)
         assert prefill_kernels(lambda far=far, name=name: problem.run(**{name: far})) == {"sm80"}
-    for size, expected in ((8, best), (24, best), (7, {"sm80"})):
-        other = prefill_problem(Case("which_page", *LENS, (8, 2), page_size=size), "cuda")
-        assert prefill_kernels(other.run) == expected
+    for size, expected, options in (
+        (8, best, {}), (24, best, {}), (7, best, {}), (1, best, {"head_dim": (192, 128)}),
+        (7, {"sm80"}, {"softcap": 9.0}), (7, {"sm80"}, {**D128, "cache_dtype": "float8_e4m3fn"}),
+    ):  # fmt: skip
+        case = Case("which_page", *LENS, (8, 2), page_size=size, **options)
+        assert prefill_kernels(prefill_problem(case, "cuda").run) == expected, (size, options)
     for options, expected in (
         ({}, best),
         ({**D128, "dtype": "float16"}, best),

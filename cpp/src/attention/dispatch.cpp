@@ -56,7 +56,7 @@ int64_t least_tiles(int64_t rows, HeadDims dims, int num_sms) {
     if (rows > kLongRows) {
         return num_sms / 6;
     }
-    return sm90::cuts_items(dims.v, false, false) ? num_sms / 4 : num_sms * 2 / 3;
+    return sm90::cuts_items(dims.v, false, sm90::Loading::kBoxes) ? num_sms / 4 : num_sms * 2 / 3;
 }
 
 // Packed rows from which on sequences are the prefill kernel's; -1: none are. A single sequence is its,
@@ -117,7 +117,8 @@ bool fits_clusters(const PlanParams& params, const PlanShape& shape, const Gpu& 
 // For two pieces on each multiprocessor, in case that the WGMMA kernel runs and may cut items.
 int64_t bytes_of_pieces(const PlanShape& shape, const Gpu& gpu, HeadDims dims) {
     const bool cuts = gpu.has_wgmma && shape.long_rows >= 0 && shape.piece_units == 0 &&
-                      sm90::cuts_items(dims.v, false, false) && gpu.num_sms <= sm90::kMostCuts;
+                      sm90::cuts_items(dims.v, false, sm90::Loading::kBoxes) &&
+                      gpu.num_sms <= sm90::kMostCuts;
     return cuts ? 2 * gpu.num_sms *
                       sm90::piece_bytes(sm90::prefill_tile(dims.k, dims.v, false), dims.v)
                 : 0;

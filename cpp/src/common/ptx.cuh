@@ -30,16 +30,19 @@ __device__ __forceinline__ void widen_e4m3(uint32_t& low, uint32_t& high, uint32
         : "r"(four));
 }
 
-// Copies 16 bytes to shared memory behind the thread's back, or zeroes them and reads nothing. (The
-// source size of CUTLASS's atom, a number in a register, takes six more instructions.)
-__device__ __forceinline__ void cp_async_16_bytes_if(bool is_there, void* to, const void* from) {
+// Copies 16 bytes to shared memory behind the thread's back, or zeroes them and reads nothing if
+// is_there is 0. (The source size of CUTLASS's atom, a number in a register, takes six more
+// instructions.)
+__device__ __forceinline__ void cp_async_16_bytes_if(
+    uint32_t is_there, void* to, const void* from
+) {
     asm volatile(
         "{.reg .pred ignore; setp.eq.u32 ignore, %2, 0; "
         "cp.async.cg.shared.global [%0], [%1], 16, ignore;}" ::"r"(
             static_cast<uint32_t>(__cvta_generic_to_shared(to))
         ),
         "l"(from),
-        "r"(static_cast<uint32_t>(is_there))
+        "r"(is_there)
         : "memory"
     );
 }

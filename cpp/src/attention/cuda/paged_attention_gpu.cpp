@@ -275,13 +275,12 @@ void launch_portable_prefill(const Call& call) {
 
 #if PAGETILE_HAS_SM90
 
-sm90::PieceSums pieces_of(const Call& call) {
+sm90::PieceSums pieces_of(const Call& call, sm90::Loading loading) {
     constexpr int32_t kMostSequences = 512;  // each CTA looks at all of their lengths
     const WorkspaceLayout& layout = call.workspace.layout;
     const auto most = static_cast<int32_t>(kMostPieces);
     const int32_t asked = call.shape.max_splits;
-    const bool widens = is_float8(call.params.kv_dtype);
-    const bool cuts = sm90::cuts_items(call.dims.v, call.kernel.transforms, widens) &&
+    const bool cuts = sm90::cuts_items(call.dims.v, call.kernel.transforms, loading) &&
                       layout.piece_bytes > 0 && call.shape.batch <= kMostSequences;
     return {
         .sums = reinterpret_cast<float4*>(call.workspace.data + layout.pieces),
@@ -311,10 +310,10 @@ bool describe_wgmma_prefill(const Call& call, sm90::PrefillParams& prefill) {
     prefill.schedule =
         prefill_shape(call, sm90::prefill_tile(dims.k, dims.v, call.kernel.transforms).rows());
     prefill.next_item = next_item_of(call);
-    prefill.pieces = pieces_of(call);
     if (!sm90::describe_tensors(prefill, params.q_dtype, params.kv_dtype, dims)) {
         return false;
     }
+    prefill.pieces = pieces_of(call, prefill.loading);
     if (params.block_table == nullptr) {
         prefill.call.page_size = FastDivide(std::numeric_limits<int32_t>::max());
     }
@@ -335,7 +334,6 @@ void launch_wgmma_prefill(Call& call, sm90::PrefillParams& prefill) {
     sm90::launch_prefill(
         prefill,
         call.params.q_dtype,
-        call.params.kv_dtype,
         sm90::prefill_dims(call.dims),
         call.gpu.num_sms,
         call.params.device,
@@ -379,7 +377,8 @@ void paged_attention(const AttentionParams& params, cudaStream_t stream) {
     if (has_wgmma) {
 #if PAGETILE_HAS_SM90
         launch_wgmma_prefill(call, prefill);
-        if (call.kernel.joins && call.kernel.copies_whole_rows && prefill.v_in_one_box) {
+        if (call.kernel.joins && call.kernel.copies_whole_rows && prefill.v_in_one_box &&
+            prefill.loading == sm90::Loading::kBoxes) {
             boxes = &prefill.pages;
         }
 #endif

@@ -6,6 +6,7 @@
 
 #include "attention/sm90/consumer.cuh"
 #include "attention/sm90/producer.cuh"
+#include "attention/sm90/row_producer.cuh"
 #include "attention/sm90/widening_producer.cuh"
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -20,7 +21,7 @@ __device__ __forceinline__ void begin_barriers(Shared<Config>& shared) {
     constexpr int kWarpgroups = Config::kTile.warpgroups;
     if (threadIdx.x == 0) {
         for (int i = 0; i < Config::kTile.stages; ++i) {
-            ClusterBarrier::init(&shared.k_full[i], Config::kWidens ? 2 : 1);
+            ClusterBarrier::init(&shared.k_full[i], Config::kWidens || Config::kLoadsRows ? 2 : 1);
             ClusterBarrier::init(&shared.v_full[i], 1);
             ClusterBarrier::init(&shared.v_loaded[i], 1);
             ClusterBarrier::init(&shared.k_free[i], kWarpgroups);
@@ -57,7 +58,10 @@ template <class Config>
 __device__ __forceinline__ void produce(
     const PrefillParams& params, Shared<Config>& shared, Role role
 ) {
-    using Loader = std::conditional_t<Config::kWidens, WideningProducer<Config>, Producer<Config>>;
+    using Loader = std::conditional_t<
+        Config::kWidens,
+        WideningProducer<Config>,
+        std::conditional_t<Config::kLoadsRows, RowProducer<Config>, Producer<Config>>>;
     switch (role) {
         case Role::kKeys:
             Loader(params, shared).template load<false, 0, 2>();
@@ -74,11 +78,11 @@ __device__ __forceinline__ void produce(
     }
 }
 
-template <class Element, int kHeadDim, int kHeadDimV, bool kTransforms, bool kWidens>
+template <class Element, int kHeadDim, int kHeadDimV, bool kTransforms, Loading kLoading>
 __global__ void __launch_bounds__(
     prefill_tile(kHeadDim, kHeadDimV, kTransforms).num_threads(), 1
 ) prefill_kernel(const __grid_constant__ PrefillParams params) {
-    using ThisConfig = Config<Element, kHeadDim, kHeadDimV, kTransforms, kWidens>;
+    using ThisConfig = Config<Element, kHeadDim, kHeadDimV, kTransforms, kLoading>;
     constexpr PrefillTile kTile = ThisConfig::kTile;
     extern __shared__ __align__(1024) char dynamic_shared[];
     auto& shared = *reinterpret_cast<Shared<ThisConfig>*>(dynamic_shared);
@@ -92,10 +96,10 @@ __global__ void __launch_bounds__(
         return;
     }
     if (my_warp() < 4) {
-        cutlass::arch::warpgroup_reg_dealloc<producer_registers(kTile, kWidens)>();
+        cutlass::arch::warpgroup_reg_dealloc<producer_registers(kTile, kLoading)>();
         produce(params, shared, static_cast<Role>(my_warp()));
     } else {
-        cutlass::arch::warpgroup_reg_alloc<consumer_registers(kTile, kWidens)>();
+        cutlass::arch::warpgroup_reg_alloc<consumer_registers(kTile, kLoading)>();
         Consumer<ThisConfig>(params, shared, my_warp() / 4 - 1).run();
     }
 }

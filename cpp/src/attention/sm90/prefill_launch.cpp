@@ -9,16 +9,18 @@ namespace pagetile::sm90 {
 namespace {
 
 constexpr const char* kFunction = "paged_attention";
-constexpr int kInstances = 2 * gpu::kHeadDimPairs * 4;
+constexpr int kVariants = 6;  // of a type and a pair of head dimensions
+constexpr int kInstances = 2 * gpu::kHeadDimPairs * kVariants;
 
 // Whether an instance may have its shared memory on a device, asked for once.
 std::atomic<bool>& is_ready(
-    DType dtype, HeadDims dims, bool transforms, bool widens, Device device
+    DType dtype, HeadDims dims, bool transforms, Loading loading, Device device
 ) {
     static std::atomic<bool> ready[kMaxDevices][kInstances];
     check_device_index(device, kFunction);
     const int instance = gpu::index_of(dtype) * gpu::kHeadDimPairs + gpu::index_of(dims);
-    return ready[device.index][4 * instance + (widens ? 2 : 0) + (transforms ? 1 : 0)];
+    const int variant = 2 * static_cast<int>(loading) + (transforms ? 1 : 0);
+    return ready[device.index][kVariants * instance + variant];
 }
 
 }  // namespace
@@ -32,18 +34,16 @@ bool can_widen(DType q_dtype, HeadDims dims, bool transforms) {
 void launch_prefill(
     PrefillParams& params,
     DType q_dtype,
-    DType kv_dtype,
     HeadDims dims,
     int num_ctas,
     Device device,
     cudaStream_t stream
 ) {
     const bool transforms = params.call.transforms;
-    const bool widens = is_float8(kv_dtype);
     const PrefillInstance instance = q_dtype == DType::kFloat16
-                                         ? prefill_half_t(dims, transforms, widens)
-                                         : prefill_bfloat16_t(dims, transforms, widens);
-    std::atomic<bool>& ready = is_ready(q_dtype, dims, transforms, widens, device);
+                                         ? prefill_half_t(dims, transforms, params.loading)
+                                         : prefill_bfloat16_t(dims, transforms, params.loading);
+    std::atomic<bool>& ready = is_ready(q_dtype, dims, transforms, params.loading, device);
     if (!ready.load(std::memory_order_acquire)) {
         const RelaxedCapture relaxed(kFunction);
         check_launch(

@@ -16,21 +16,21 @@ struct PrefillInstance {
     int shared_memory;  // bytes
 };
 
-// The instances, by the type of queries and results. widens: keys and values have 8 bits, and
-// can_widen() said yes.
-PrefillInstance prefill_half_t(HeadDims dims, bool transforms, bool widens);
-PrefillInstance prefill_bfloat16_t(HeadDims dims, bool transforms, bool widens);
+// The instances, by the type of queries and results. Loading::kRows: transforms is false.
+// Loading::kWidened: can_widen() said yes.
+PrefillInstance prefill_half_t(HeadDims dims, bool transforms, Loading loading);
+PrefillInstance prefill_bfloat16_t(HeadDims dims, bool transforms, Loading loading);
 
 // Whether an instance is built that widens keys and values for such queries.
 bool can_widen(DType q_dtype, HeadDims dims, bool transforms);
 
-// The tensor maps of a call. False: its tensors are not laid out as TMA needs them.
+// The tensor maps of a call, and how its keys and values are loaded. False: there is no instance for
+// tensors that lie like that.
 bool describe_tensors(PrefillParams& params, DType q_dtype, DType kv_dtype, HeadDims dims);
 
 void launch_prefill(
     PrefillParams& params,
     DType q_dtype,
-    DType kv_dtype,
     HeadDims dims,
     int num_ctas,
     Device device,

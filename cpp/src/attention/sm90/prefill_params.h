@@ -2,6 +2,7 @@
 
 #include "attention/cuda/kernel_params.h"
 #include "attention/prefill_schedule.h"
+#include "attention/sm90/tile_shapes.h"
 
 #include <cuda.h>
 
@@ -32,7 +33,8 @@ struct PrefillParams {
     uint32_t* next_item;  // 0 between launches
     PieceSums pieces;
     const int32_t* num_ctas;  // of this launch that have work; null: all
-    bool pdl;                 // queries, keys and values are written by a kernel before this one
+    Loading loading;  // of the instance; kRows needs neither k and v nor what is said of boxes
+    bool pdl;         // queries, keys and values are written by a kernel before this one
 };
 
 }  // namespace pagetile::sm90

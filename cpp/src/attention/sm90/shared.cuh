@@ -25,16 +25,22 @@ using gpu::kWarp;
 //
 // kWidens: keys and values have 8 bits, and the producers widen them: keys to the queries' type, values
 // to fp16, which holds them all and weights, too.
-template <class Element_, int kHeadDim_, int kHeadDimV_, bool kTransforms_, bool kWidens_ = false>
+template <
+    class Element_,
+    int kHeadDim_,
+    int kHeadDimV_,
+    bool kTransforms_,
+    Loading kLoading = Loading::kBoxes>
 struct Config {
     using Element = Element_;
-    using Value = std::conditional_t<kWidens_, cutlass::half_t, Element>;
+    static constexpr bool kWidens = kLoading == Loading::kWidened;
+    static constexpr bool kLoadsRows = kLoading == Loading::kRows;
+    using Value = std::conditional_t<kWidens, cutlass::half_t, Element>;
     static constexpr bool kTransforms = kTransforms_;
-    static constexpr bool kWidens = kWidens_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr PrefillTile kTile = prefill_tile(kHeadDim, kHeadDimV, kTransforms);
-    static constexpr bool kCuts = cuts_items(kHeadDimV, kTransforms, kWidens);
+    static constexpr bool kCuts = cuts_items(kHeadDimV, kTransforms, kLoading);
     // Warpgroups leave out items of which they have no rows. Others lack registers for it.
     static constexpr bool kLeavesOut = kTile.warpgroups == 3 && !kWidens;
     static constexpr int kRows = kTile.rows();

@@ -115,9 +115,22 @@ bool describe(
     return result == CUDA_SUCCESS;
 }
 
-}  // namespace
+bool describe_queries(PrefillParams& params, DType q_dtype, HeadDims dims) {
+    const gpu::KernelParams& call = params.call;
+    params.query_bytes = params.schedule.tokens * call.shape.group * dims.k * 2;
+    return describe<3>(
+        params.q,
+        q_dtype,
+        call.q,
+        {{{call.head_dim, 2, kSlab},
+          {static_cast<int64_t>(params.schedule.num_kv_heads) * call.shape.group,
+           call.q_head_stride,
+           static_cast<uint32_t>(call.shape.group)},
+          {call.total_q, call.q_row_stride, static_cast<uint32_t>(params.schedule.tokens)}}}
+    );
+}
 
-bool describe_tensors(PrefillParams& params, DType q_dtype, DType kv_dtype, HeadDims dims) {
+bool describe_boxes(PrefillParams& params, DType kv_dtype, HeadDims dims) {
     const gpu::KernelParams& call = params.call;
     const int64_t num_kv_heads = params.schedule.num_kv_heads;
     const auto is_packed = call.block_table == nullptr;
@@ -134,7 +147,6 @@ bool describe_tensors(PrefillParams& params, DType q_dtype, DType kv_dtype, Head
     const bool widens = is_float8(kv_dtype);
     params.is_e5m2 = kv_dtype == DType::kFloat8E5M2;
     params.v_in_one_box = !widens && params.box_rows == kGranule && call.head_dim_v % kSlab == 0;
-    params.query_bytes = params.schedule.tokens * call.shape.group * dims.k * 2;
 
     const gpu::KvSide& k = call.kv[0];
     const gpu::KvSide& v = call.kv[1];
@@ -142,16 +154,6 @@ bool describe_tensors(PrefillParams& params, DType q_dtype, DType kv_dtype, Head
         return false;
     }
     const auto rows = static_cast<uint32_t>(params.box_rows);
-    const bool has_queries = describe<3>(
-        params.q,
-        q_dtype,
-        call.q,
-        {{{call.head_dim, 2, kSlab},
-          {num_kv_heads * call.shape.group,
-           call.q_head_stride,
-           static_cast<uint32_t>(call.shape.group)},
-          {call.total_q, call.q_row_stride, static_cast<uint32_t>(params.schedule.tokens)}}}
-    );
     const auto element_bytes = static_cast<int64_t>(dtype_size(kv_dtype));
     const auto by_rows =
         [&](CUtensorMap& map, const gpu::KvSide& side, int64_t head_dim, int width) {
@@ -178,7 +180,23 @@ bool describe_tensors(PrefillParams& params, DType q_dtype, DType kv_dtype, Head
                     {pages, v.page_stride, 1}}}
               )
             : by_rows(params.pages.v, v, call.head_dim_v, dims.v);
-    return has_queries && by_rows(params.pages.k, k, call.head_dim, dims.k) && has_values;
+    return by_rows(params.pages.k, k, call.head_dim, dims.k) && has_values;
+}
+
+}  // namespace
+
+bool describe_tensors(PrefillParams& params, DType q_dtype, DType kv_dtype, HeadDims dims) {
+    if (!describe_queries(params, q_dtype, dims)) {
+        return false;
+    }
+    const gpu::KernelParams& call = params.call;
+    const bool widens = is_float8(kv_dtype);
+    if (describe_boxes(params, kv_dtype, dims)) {
+        params.loading = widens ? Loading::kWidened : Loading::kBoxes;
+        return true;
+    }
+    params.loading = Loading::kRows;
+    return !widens && !call.transforms && call.block_table != nullptr && call.copies_16_bytes;
 }
 
 }  // namespace pagetile::sm90

@@ -53,9 +53,16 @@ constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v, bool transforms
 // The head dimensions of the instance that serves these: whole slabs of 64.
 constexpr HeadDims prefill_dims(HeadDims dims) { return dims.k == 96 ? HeadDims{128, 128} : dims; }
 
+// How keys and values come to shared memory.
+enum class Loading {
+    kBoxes,    // by TMA
+    kRows,     // row by row: pages that TMA has no boxes for
+    kWidened,  // by TMA, and from 8 bits by producer warps
+};
+
 // Whether an instance cuts items into pieces: others lack registers for it.
-constexpr bool cuts_items(int head_dim_v, bool transforms, bool widens) {
-    return head_dim_v <= 128 && !transforms && !widens;
+constexpr bool cuts_items(int head_dim_v, bool transforms, Loading loading) {
+    return head_dim_v <= 128 && !transforms && loading != Loading::kWidened;
 }
 
 // Items that may be cut into pieces: so many have counters.
@@ -69,22 +76,22 @@ constexpr int64_t piece_bytes(const PrefillTile& tile, int head_dim_v) {
 
 // Registers of a thread after the warpgroups have settled between them what the launch gave to all:
 // consumers take what they need, producers keep the rest.
-constexpr int consumer_registers(const PrefillTile& tile, bool widens) {
+constexpr int consumer_registers(const PrefillTile& tile, Loading loading) {
     if (tile.warpgroups == 3) {
-        return widens && tile.keys == 80 ? 152 : 160;
+        return loading == Loading::kWidened && tile.keys == 80 ? 152 : 160;
     }
     return tile.keys == 128 ? 232 : 240;
 }
 
-constexpr int producer_registers(const PrefillTile& tile, bool widens) {
+constexpr int producer_registers(const PrefillTile& tile, Loading loading) {
     constexpr int kOfFile = 65536;
     const int at_launch = kOfFile / tile.num_threads() / 8 * 8;
-    return at_launch * (tile.warpgroups + 1) - consumer_registers(tile, widens) * tile.warpgroups;
+    return at_launch * (tile.warpgroups + 1) - consumer_registers(tile, loading) * tile.warpgroups;
 }
 
-static_assert(producer_registers(prefill_tile(128, 128, true), false) == 24);
-static_assert(producer_registers(prefill_tile(128, 128, false), false) == 32);
-static_assert(producer_registers(prefill_tile(128, 128, false), true) == 56);
-static_assert(producer_registers(prefill_tile(192, 128, false), false) == 40);
+static_assert(producer_registers(prefill_tile(128, 128, true), Loading::kBoxes) == 24);
+static_assert(producer_registers(prefill_tile(128, 128, false), Loading::kBoxes) == 32);
+static_assert(producer_registers(prefill_tile(128, 128, false), Loading::kWidened) == 56);
+static_assert(producer_registers(prefill_tile(192, 128, false), Loading::kBoxes) == 40);
 
 }  // namespace pagetile::sm90
