@@ -544,6 +544,17 @@ def test_the_kernel_that_runs(kernel):
         assert prefill_kernels(prefill_problem(case, "cuda").run) == expected, options
     short = Attention(Case("which_short", (1, 1), (900, 33), (8, 2)), "cuda")
     assert prefill_kernels(short.run) == set()
+    # 64 rows a tile, with or without a plan: where items are cut, fewer tiles are enough
+    early = best if best == {"sm90"} else set()
+    for batch, options, expected in (
+        (8, {}, early), (8, {"softcap": 9.0}, set()), (12, {"softcap": 9.0}, early),
+        (8, {"cache_dtype": "float8_e4m3fn"}, set()), (3, {}, set()),
+    ):  # fmt: skip
+        lens = (8,) * batch, tuple(range(100, 100 + 90 * batch, 90))
+        problem = Attention(Case("which_64_rows", *lens, (64, 8), **D128, **options), "cuda")
+        for plan in (None, problem.plan()):
+            assert prefill_kernels(lambda p=problem, plan=plan: p.run(plan=plan)) == expected
+        problem.check(*problem.run(plan=problem.plan()))
 
 
 @on_a_gpu

@@ -52,11 +52,14 @@ int32_t num_chains(int64_t num_kv_heads, int num_sms) {
 
 // Tiles below which the multiprocessors have more of the split-KV kernel, which cuts the keys of every
 // tile. A prefill kernel cuts few tiles or none, but has all rows of a tile for one reading of its keys.
-int64_t least_tiles(int64_t rows, HeadDims dims, int num_sms) {
+int64_t least_tiles(int64_t rows, HeadDims dims, const Gpu& gpu) {
+    const int64_t num_sms = gpu.num_sms;
     if (rows > kLongRows) {
         return num_sms / 6;
     }
-    return sm90::cuts_items(dims.v, false, sm90::Loading::kBoxes) ? num_sms / 4 : num_sms * 2 / 3;
+    return gpu.cuts_items && sm90::cuts_items(dims.v, false, sm90::Loading::kBoxes)
+               ? num_sms / 4
+               : num_sms * 2 / 3;
 }
 
 // Packed rows from which on sequences are the prefill kernel's; -1: none are. A single sequence is its,
@@ -85,7 +88,7 @@ int32_t long_rows(
         return least;
     }
     const int64_t most_tiles = params.batch * params.num_kv_heads * ((rows + 127) / 128);
-    if (max_q_len > 0 && most_tiles < least_tiles(rows, dims, gpu.num_sms)) {
+    if (max_q_len > 0 && most_tiles < least_tiles(rows, dims, gpu)) {
         return -1;
     }
     if (params.batch == 1 && max_q_len > 0) {

@@ -15,6 +15,7 @@ struct Gpu {
     bool has_clusters;
     bool has_wgmma;           // and this build has kernels for it
     bool has_prefill = true;  // false: the split-KV kernel takes long queries, too
+    bool cuts_items = true;   // for the call at hand; a plan does not know and says yes
 };
 
 // For the tests: every call goes to the portable prefill kernel where it would go to the WGMMA kernel,

@@ -213,8 +213,14 @@ Call make_call(const AttentionParams& params, cudaStream_t stream) {
         kMaxKeys
     );
     step.max_seqlen_k = step.max_seqlen_k > 0 ? std::min(step.max_seqlen_k, capacity) : capacity;
-    const Gpu gpu = gpu_of(params.device);
+    const KernelParams kernel = kernel_params(params, capacity);
+    Gpu gpu = gpu_of(params.device);
     PlanShape shape = plan_shape(step, gpu);
+    const int32_t planned_for = shape.long_rows;
+    if (is_float8(params.kv_dtype) || kernel.transforms) {
+        gpu.cuts_items = false;
+        shape = plan_shape(step, gpu);
+    }
     shape.max_q_len = static_cast<int32_t>(params.total_q);
     Call call = {
         .params = params,
@@ -223,8 +229,10 @@ Call make_call(const AttentionParams& params, cudaStream_t stream) {
         .shape = shape,
         .dims = built_head_dims(params.head_dim, params.head_dim_v),
         .workspace = find_workspace(params, shape, gpu, stream),
-        .plan = static_cast<const LaneWork*>(params.plan),
-        .kernel = kernel_params(params, capacity),
+        // A plan that leaves sequences to a kernel that does not run is not used.
+        .plan =
+            shape.long_rows == planned_for ? static_cast<const LaneWork*>(params.plan) : nullptr,
+        .kernel = kernel,
     };
     set_schedule(call.kernel, shape, call.workspace, call.plan);
     return call;
