@@ -59,9 +59,13 @@ WHO = [
     # One sequence is the prefill kernel's whatever its length
     (0, 1, (32, 8), 2048, {}),
     (0, 1, (64, 1), 2048, {}),
-    # Too few tiles for a sixth of the multiprocessors
-    (-1, 1, (32, 8), 64, {}),  # 16 tiles
+    # Too few tiles for a sixth of the multiprocessors, or for a twelfth where items are cut
+    (-1, 1, (32, 8), 32, {}),  # 8 tiles
+    (0, 1, (32, 8), 64, {}),  # 16
+    (-1, 1, (32, 8), 64, {"wgmma": False}),
+    (-1, 1, (32, 8), 64, {"head_dim": (256, 256)}),
     (0, 1, (32, 8), 65, {}),  # 24
+    (0, 1, (32, 8), 65, {"wgmma": False}),
     (-1, 2, (32, 8), 32, {}),  # 16
     (8, 3, (32, 8), 32, {}),  # 24
     (0, 1, (32, 8), 64, {"sms": 96}),  # 16 are enough
