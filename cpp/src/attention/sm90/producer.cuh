@@ -42,6 +42,15 @@ find_offset(const PrefillParams& params, const Item& item, int32_t key) {
     return item.sequence.kv_begin + static_cast<int32_t>(offset);
 }
 
+// What the warp has written of a stage is there for WGMMA, which reads by another proxy.
+__device__ __forceinline__ void hand_over(uint64_t* full) {
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        ClusterBarrier::arrive(full);
+    }
+}
+
 __device__ __forceinline__ uint32_t num_ctas_with_work(const PrefillParams& params) {
     return params.num_ctas == nullptr ? gridDim.x : static_cast<uint32_t>(*params.num_ctas);
 }

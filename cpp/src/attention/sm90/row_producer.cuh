@@ -59,13 +59,7 @@ public:
                     __syncwarp();
                     EdgeValues<Config>::clean(shared_, item, tile, ring.index);
                 }
-                cutlass::arch::fence_view_async_shared();
-                __syncwarp();
-                if (threadIdx.x % 32 == 0) {
-                    ClusterBarrier::arrive(
-                        kIsV ? &shared_.v_full[ring.index] : &shared_.k_full[ring.index]
-                    );
-                }
+                hand_over(kIsV ? &shared_.v_full[ring.index] : &shared_.k_full[ring.index]);
                 ring.advance();
             }
             items.release(item);

@@ -70,13 +70,7 @@ public:
             if (looks) {
                 EdgeValues<Config>::clean(shared_, *mine, my_tile, ring.index);
             }
-            cutlass::arch::fence_view_async_shared();
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) {
-                ClusterBarrier::arrive(
-                    kIsV ? &shared_.v_full[ring.index] : &shared_.k_full[ring.index]
-                );
-            }
+            hand_over(kIsV ? &shared_.v_full[ring.index] : &shared_.k_full[ring.index]);
             ring.advance();
             raw.advance();
             if (is_last) {
