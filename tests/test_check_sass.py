@@ -10,6 +10,7 @@ import pytest
 TOOL = Path(__file__).parent.parent / "tools" / "check_sass.sh"
 
 LAUNCH = "_ZN8pagetile4sm{}{}E"
+FUNCTIONS = {"split_kv": "15split_kv_kernel", "beside": "22split_kv_beside_kernel"}
 KEYS = 16
 SCORES = [f"HGMMA.64x{KEYS}x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"]
 VALUES = ["HGMMA.64x128x16.F32.BF16 R104, R20, gdesc[UR8].tnspB, R104, gsb0"]
@@ -22,6 +23,7 @@ TURN = [*SCORES, *VALUES, *WAIT_FOR_SCORES, *WEIGHTS, *WAIT_FOR_ALL, *SINKS]
 END = [*VALUES, *WAIT_FOR_ALL]
 WGMMA = [*BEGIN, *TURN, *END]
 PORTABLE = ["LDGSTS.E.BYPASS.128 [R2], desc[UR4][R4.64]", "HMMA.16816.F32 R4, R8, R2, R4"]
+BESIDE = [*PORTABLE, *BEGIN[:1]]
 
 
 def listing(arch: str, **kernels: list[str]) -> str:
@@ -29,7 +31,7 @@ def listing(arch: str, **kernels: list[str]) -> str:
     lines = [f"\tcode for {arch}", f"\t.target\t{arch}"]
     for name, codes in kernels.items():
         family = "90" if name == "wgmma" else "80"
-        function = "15split_kv_kernel" if name == "split_kv" else "14prefill_kernel"
+        function = FUNCTIONS.get(name, "14prefill_kernel")
         lines += ["", f"\t\tFunction : {LAUNCH.format(family, function)}"]
         for i, code in enumerate(codes):
             lines += [f"\t/*{16 * i:04x}*/ {code} ; /* 0x00000a00ff017b82 */"]
@@ -43,15 +45,17 @@ def check(text: str, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run([TOOL, file], capture_output=True, text=True, check=False)
 
 
-def hopper(wgmma: list[str] = WGMMA, portable: list[str] = PORTABLE) -> str:
-    return listing("sm_90a", wgmma=wgmma, portable=portable, split_kv=PORTABLE)
+def hopper(
+    wgmma: list[str] = WGMMA, portable: list[str] = PORTABLE, beside: list[str] = BESIDE
+) -> str:
+    return listing("sm_90a", wgmma=wgmma, portable=portable, split_kv=PORTABLE, beside=beside)
 
 
 def test_right_code_passes(tmp_path):
-    text = listing("sm_80", portable=PORTABLE, split_kv=PORTABLE) + hopper()
+    text = listing("sm_80", portable=PORTABLE, split_kv=PORTABLE, beside=["EXIT"]) + hopper()
     done = check(text, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "5 attention kernels" in done.stdout
+    assert "6 attention kernels" in done.stdout
 
 
 HOISTED = [*SCORES, *VALUES, *WAIT_FOR_SCORES, *WAIT_FOR_ALL, *WEIGHTS]
@@ -71,6 +75,8 @@ SERIAL = [*SCORES, *WAIT_FOR_ALL, *VALUES, *WEIGHTS, *WAIT_FOR_ALL]
         (hopper(PORTABLE), "no HGMMA"),
         (hopper([*WGMMA, "@!P1 STL.64 [R1], R2"]), "1 accesses to local memory"),
         (hopper(portable=[*PORTABLE, "LDL R2, [R1]"]), "1 accesses to local memory"),
+        (hopper(beside=PORTABLE), "no UTMALDG"),
+        (hopper(beside=[*BESIDE, "LDL R2, [R1]"]), "1 accesses to local memory"),
         (hopper(portable=PORTABLE[1:]), "no LDGSTS"),
         (hopper(portable=PORTABLE[:1]), "no HMMA"),
         (listing("sm_90a", portable=PORTABLE, split_kv=PORTABLE), "sm_90a: no wgmma kernel"),

@@ -53,6 +53,7 @@ list_code | awk '
         } else {
             if (!has["HMMA"]) complain("no HMMA")
             if (!has["LDGSTS"]) complain("no LDGSTS")
+            if (kind == "beside" && !has["UTMALDG"]) complain("no UTMALDG")
         }
     }
 
@@ -62,7 +63,8 @@ list_code | awk '
         end_kernel()
         name = $NF
         kind = name ~ /4sm9014prefill_kernel/ ? "wgmma" : name ~ /4sm8014prefill_kernel/ ? "portable" : \
-               name ~ /4sm8015split_kv_kernel/ ? "split-KV" : ""
+               name ~ /4sm8015split_kv_kernel/ ? "split-KV" : \
+               name ~ /4sm8022split_kv_beside_kernel/ && arch == "sm_90a" ? "beside" : ""  # elsewhere it is empty
         split("", has)
         local = turns = products = keys = 0
         turn = ""
@@ -102,7 +104,7 @@ list_code | awk '
     END {
         end_kernel()
         for (arch in archs) {
-            wanted = arch == "sm_90a" ? "wgmma portable split-KV" : "portable split-KV"
+            wanted = arch == "sm_90a" ? "wgmma portable split-KV beside" : "portable split-KV"
             kinds = split(wanted, kind_of, " ")
             for (i = 1; i <= kinds; ++i) {
                 total = count[arch " " kind_of[i]] + 0
