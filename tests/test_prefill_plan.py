@@ -37,7 +37,7 @@ WHO = [
     (-1, 64, (32, 8), 1, {}),
     (-1, 64, (32, 8), 8, {}),
     (-1, 64, (64, 1), 1, {}),
-    # Up to 64: on Hopper, where enough tiles are there, the more so where items are not cut
+    # Up to 64: on Hopper, if there are enough tiles: more where items are not cut
     (8, 64, (32, 8), 9, {}),
     (8, 64, (32, 8), 16, {}),
     (-1, 64, (32, 8), 16, {"wgmma": False}),

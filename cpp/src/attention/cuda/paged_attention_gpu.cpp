@@ -84,6 +84,12 @@ bool takes_16_bytes(const AttentionParams& params, const KvSide& side) {
            fits(params.num_kv_heads, side.head_stride);
 }
 
+// Whether scores need more than a positive factor.
+bool transforms_scores(const AttentionParams& params) {
+    return params.softcap != 0.0f || params.alibi_slopes != nullptr ||
+           !(params.softmax_scale > 0.0f);
+}
+
 // All of a call but the schedule.
 KernelParams kernel_params(const AttentionParams& params, int64_t capacity) {
     KernelParams p = {};
@@ -127,8 +133,7 @@ KernelParams kernel_params(const AttentionParams& params, int64_t capacity) {
     p.scale = params.softmax_scale * kLog2e;
     p.softcap = params.softcap * kLog2e;
     p.softcap_inverse = params.softcap == 0.0f ? 0.0f : 1.0f / p.softcap;
-    p.transforms =
-        params.softcap != 0.0f || params.alibi_slopes != nullptr || !(params.softmax_scale > 0.0f);
+    p.transforms = transforms_scores(params);
     p.alibi_slopes = params.alibi_slopes;
     p.alibi_batch_stride = params.alibi_batch_stride;
     p.alibi_head_stride = params.alibi_head_stride;
@@ -206,6 +211,16 @@ struct Call {
     KernelParams kernel;
 };
 
+// A plan does not know whether items can be cut. It must not leave sequences to a kernel that does not
+// run for that.
+bool is_plan_for(const PlanShape& shape, const PlanParams& step, Gpu gpu) {
+    if (gpu.cuts_items) {
+        return true;
+    }
+    gpu.cuts_items = true;
+    return plan_shape(step, gpu).long_rows == shape.long_rows;
+}
+
 Call make_call(const AttentionParams& params, cudaStream_t stream) {
     PlanParams step = plan_params(params);
     const int64_t capacity = std::min(
@@ -213,14 +228,10 @@ Call make_call(const AttentionParams& params, cudaStream_t stream) {
         kMaxKeys
     );
     step.max_seqlen_k = step.max_seqlen_k > 0 ? std::min(step.max_seqlen_k, capacity) : capacity;
-    const KernelParams kernel = kernel_params(params, capacity);
     Gpu gpu = gpu_of(params.device);
+    gpu.cuts_items = !is_float8(params.kv_dtype) && !transforms_scores(params);
     PlanShape shape = plan_shape(step, gpu);
-    const int32_t planned_for = shape.long_rows;
-    if (is_float8(params.kv_dtype) || kernel.transforms) {
-        gpu.cuts_items = false;
-        shape = plan_shape(step, gpu);
-    }
+    const bool uses_plan = params.plan != nullptr && is_plan_for(shape, step, gpu);
     shape.max_q_len = static_cast<int32_t>(params.total_q);
     Call call = {
         .params = params,
@@ -229,10 +240,8 @@ Call make_call(const AttentionParams& params, cudaStream_t stream) {
         .shape = shape,
         .dims = built_head_dims(params.head_dim, params.head_dim_v),
         .workspace = find_workspace(params, shape, gpu, stream),
-        // A plan that leaves sequences to a kernel that does not run is not used.
-        .plan =
-            shape.long_rows == planned_for ? static_cast<const LaneWork*>(params.plan) : nullptr,
-        .kernel = kernel,
+        .plan = uses_plan ? static_cast<const LaneWork*>(params.plan) : nullptr,
+        .kernel = kernel_params(params, capacity),
     };
     set_schedule(call.kernel, shape, call.workspace, call.plan);
     return call;

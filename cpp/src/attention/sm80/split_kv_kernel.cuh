@@ -33,9 +33,7 @@ struct Config {
     static constexpr TileShape kShape =
         kBeside ? tile_shape_beside(kHeadDim)
                 : tile_shape(kHeadDim, kHeadDimV, kElementBytes, kRows, kArch);
-    static constexpr bool kMeetsInClusters = !kBeside && meets_in_clusters(kShape, kArch);
-    static constexpr int kListBytes =
-        kBeside ? list_bytes_with_barriers(kShape) : list_bytes(kShape);
+    static constexpr bool kMeetsInClusters = meets_in_clusters(kShape, kArch);
     static_assert(kShape.rows() == kRows && kShape.stages > 0);
     using KLayout = RowLayout<kShape.keys, kHeadDim * kElementBytes>;
     using VLayout = RowLayout<kShape.keys, kHeadDimV * kElementBytes>;
@@ -71,7 +69,7 @@ public:
         const KernelParams& params, const gpu::PageBoxes* boxes, char* dynamic_shared
     ) {
         __shared__ Shared shared;
-        static_assert(sizeof(Shared) <= Config::kListBytes);
+        static_assert(sizeof(Shared) <= list_bytes(kShape));
         const int warp = __shfl_sync(kWarp, static_cast<int>(threadIdx.x / 32), 0);
         const int key_warp = warp / kShape.row_warps;
         const int row_warp = warp % kShape.row_warps;
@@ -380,7 +378,9 @@ __launch_bounds__(tile_shape_beside(kHeadDim).num_threads(), 1) split_kv_beside_
     const __grid_constant__ KernelParams params, const __grid_constant__ gpu::PageBoxes boxes
 ) {
     if constexpr (kDeviceArch >= 900) {
-        extern __shared__ __align__(1024) char shared_beside[];
+        extern __shared__ __align__(
+            ring_alignment(tile_shape_beside(kHeadDim))
+        ) char shared_beside[];
         using ThisConfig = Config<Math, Math, kHeadDim, kHeadDim, 8, kDeviceArch, true>;
         SplitKv<ThisConfig>::run(params, &boxes, shared_beside);
     }

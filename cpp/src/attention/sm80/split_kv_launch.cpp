@@ -11,25 +11,17 @@ namespace {
 
 constexpr const char* kFunction = "paged_attention";
 
-const void* find_instance(DType kv_dtype, HeadDims dims, int rows) {
+const void* find_instance(DType kv_dtype, HeadDims dims, int rows, bool is_beside) {
     switch (kv_dtype) {
         case DType::kFloat16:
-            return split_kv_half_t(dims, rows);
+            return split_kv_half_t(dims, rows, is_beside);
         case DType::kBFloat16:
-            return split_kv_bfloat16_t(dims, rows);
+            return split_kv_bfloat16_t(dims, rows, is_beside);
         case DType::kFloat8E4M3:
-            return split_kv_float_e4m3_t(dims, rows);
+            return split_kv_float_e4m3_t(dims, rows, is_beside);
         default:
-            return split_kv_float_e5m2_t(dims, rows);
+            return split_kv_float_e5m2_t(dims, rows, is_beside);
     }
-}
-
-const void* find_beside(DType kv_dtype, HeadDims dims, int rows) {
-    if (rows != 8 || is_float8(kv_dtype)) {
-        return nullptr;
-    }
-    return kv_dtype == DType::kFloat16 ? split_kv_beside_half_t(dims)
-                                       : split_kv_beside_bfloat16_t(dims);
 }
 
 // What a launch of an instance on a device needs, asked for once.
@@ -93,8 +85,7 @@ void prepare(
     const int arch = attributes.ptxVersion * 10;
     const TileShape shape = is_beside ? tile_shape_beside(dims.k)
                                       : tile_shape(dims.k, dims.v, element_bytes, rows, arch);
-    const int bytes = is_beside ? shared_memory_beside(dims.k)
-                                : shared_memory(shape, dims.k, dims.v, element_bytes, arch);
+    const int bytes = shared_memory(shape, dims.k, dims.v, element_bytes, arch);
     check_launch(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         kFunction,
@@ -102,8 +93,8 @@ void prepare(
     );
     launch.shared_memory = bytes;
     launch.is_hopper = attributes.ptxVersion >= 90;
-    launch.has_clusters = !is_beside && meets_in_clusters(shape, arch) &&
-                          fits_clusters(kernel, shape.num_threads(), bytes);
+    launch.has_clusters =
+        meets_in_clusters(shape, arch) && fits_clusters(kernel, shape.num_threads(), bytes);
     launch.threads.store(shape.num_threads(), std::memory_order_release);
 }
 
@@ -118,10 +109,10 @@ void launch_split_kv(
     cudaStream_t stream
 ) {
     const int rows = params.shape.rows;
-    const void* kernel = boxes != nullptr ? find_beside(kv_dtype, dims, rows) : nullptr;
+    const void* kernel = boxes != nullptr ? find_instance(kv_dtype, dims, rows, true) : nullptr;
     const bool is_beside = kernel != nullptr;
     if (!is_beside) {
-        kernel = find_instance(kv_dtype, dims, rows);
+        kernel = find_instance(kv_dtype, dims, rows, false);
     }
     Launch& launch = launch_of(kv_dtype, dims, is_beside ? kBeside : rows / 16, device);
     if (launch.threads.load(std::memory_order_acquire) == 0) {

@@ -11,17 +11,12 @@ namespace pagetile::sm80 {
 
 using gpu::KernelParams;
 
-// The instances, by the type of a page's elements.
-const void* split_kv_half_t(HeadDims dims, int rows);
-const void* split_kv_bfloat16_t(HeadDims dims, int rows);
-const void* split_kv_float_e4m3_t(HeadDims dims, int rows);
-const void* split_kv_float_e5m2_t(HeadDims dims, int rows);
-
-// The instances beside a kernel that prefills, or null: there is none.
-const void* split_kv_beside_half_t(HeadDims dims);
-const void* split_kv_beside_bfloat16_t(HeadDims dims);
-const void* split_kv_beside_float_e4m3_t(HeadDims dims);
-const void* split_kv_beside_float_e5m2_t(HeadDims dims);
+// The instances, by the type of a page's elements. is_beside: those that run beside a kernel that
+// prefills; null if there is none.
+const void* split_kv_half_t(HeadDims dims, int rows, bool is_beside);
+const void* split_kv_bfloat16_t(HeadDims dims, int rows, bool is_beside);
+const void* split_kv_float_e4m3_t(HeadDims dims, int rows, bool is_beside);
+const void* split_kv_float_e5m2_t(HeadDims dims, int rows, bool is_beside);
 
 // boxes: null, or for an instance that runs beside a kernel that prefills, if there is one.
 void launch_split_kv(

@@ -12,7 +12,8 @@ struct TileShape {
     int key_warps;
     int row_warps;
     int row_steps;
-    int stages;  // tiles of keys of the ring that row_warps share
+    int stages;           // tiles of keys of the ring that row_warps share
+    bool by_tma = false;  // TMA fills the rings
 
     constexpr int num_threads() const { return 32 * key_warps * row_warps; }
 
@@ -39,24 +40,23 @@ constexpr int merge_bytes(const TileShape& shape, int head_dim_v) {
 // Where the pieces of rows meet in a cluster's shared memory. A thread block has the rows of its
 // share from all pieces: at most 7 more than there are rows.
 constexpr bool meets_in_clusters(const TileShape& shape, int arch) {
-    return arch >= 900 && shape.rows() == 8;
+    return arch >= 900 && shape.rows() == 8 && !shape.by_tma;
 }
 
 constexpr int meeting_bytes(const TileShape& shape, int head_dim_v, int arch) {
     return meets_in_clusters(shape, arch) ? (shape.rows() + 7) * (head_dim_v * 4 + 8) : 0;
 }
 
-// The warps' lists of work, at most; the rings follow at the next multiple of 128 bytes. (A ring at
-// an odd multiple of 16 takes copies at 3.7 TB/s instead of 4.4, H200.)
-constexpr int list_bytes(const TileShape& shape) {
-    return ((shape.key_warps * shape.row_warps + 1) * 144 + 660 + 127) / 128 * 128;
-}
+// The rings begin at multiples of so many bytes. (A ring at an odd multiple of 16 takes copies at 3.7
+// TB/s instead of 4.4, H200.) TMA swizzles by the address, in slabs of 1024 bytes.
+constexpr int ring_alignment(const TileShape& shape) { return shape.by_tma ? 1024 : 128; }
 
-// Likewise with the barriers of rings that TMA fills: it swizzles by the address, so that slabs begin
-// at multiples of 1024 bytes.
-constexpr int list_bytes_with_barriers(const TileShape& shape) {
-    const int bytes = list_bytes(shape) + shape.key_warps * shape.stages * 8;
-    return (bytes + 1023) / 1024 * 1024;
+// The warps' lists of work, and the barriers of rings that TMA fills, at most; the rings follow.
+constexpr int list_bytes(const TileShape& shape) {
+    const int lists = (shape.key_warps * shape.row_warps + 1) * 144 + 660;
+    const int barriers = shape.by_tma ? shape.key_warps * shape.stages * 8 : 0;
+    const int alignment = ring_alignment(shape);
+    return (lists + barriers + alignment - 1) / alignment * alignment;
 }
 
 // The queries of an item and of the next one, 16 bits an element.
@@ -126,17 +126,12 @@ constexpr TileShape tile_shape_beside(int head_dim) {
         .row_warps = 1,
         .row_steps = 1,
         .stages = 2,
+        .by_tma = true,
     };
 }
 
-constexpr int shared_memory_beside(int head_dim) {
-    const TileShape shape = tile_shape_beside(head_dim);
-    return shape.key_warps * shape.stages * stage_bytes(shape, head_dim, head_dim, 2) +
-           query_bytes(shape, head_dim) + merge_bytes(shape, head_dim);
-}
-
 static_assert(
-    shared_memory_beside(128) + list_bytes_with_barriers(tile_shape_beside(128)) <=
+    shared_memory(tile_shape_beside(128), 128, 128, 2, 900) + list_bytes(tile_shape_beside(128)) <=
     max_shared_memory(900)
 );
 
