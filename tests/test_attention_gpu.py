@@ -607,11 +607,14 @@ def test_alignment_is_no_matter(kind, pad, offset, device):
     assert same_bits(problem.run(out=out)[0], expected[0])
 
 
-@pytest.mark.parametrize("far", ["page", "slot", "head"])
+@pytest.mark.parametrize("far", ["page", "slot", "head", "slot_beyond_64_gib"])
 @pytest.mark.parametrize("kind", ["bf16", "e4m3"])
 def test_strides_beyond_2_32_elements(kind, far, device):
-    """Three pages, two slots or two heads, each 2^32 + 64 elements from the last."""
+    """Three pages, two slots or two heads, each 2^32 + 64 elements from the last, or so far that
+    places counted in 16 bytes have more than 32 bits."""
     distance = 2**32 + 64
+    if far == "slot_beyond_64_gib":
+        far, distance = "slot", (2**36 + 128) // (2 if kind == "bf16" else 1)
     size = 2 if far == "slot" else 16
     case = Case("far", (1, 1), (size, 2 * size - 1), (4, 2), page_size=size, **KINDS[kind])
     near = Attention(case, device)

@@ -25,6 +25,9 @@ struct KvSide {
     int32_t row_bytes;
 };
 
+// For rows whose place has 32 bits: KernelParams::copies_by_places.
+PAGETILE_HOST_DEVICE uint32_t in_chunks(int64_t bytes) { return static_cast<uint32_t>(bytes >> 4); }
+
 // The pages for TMA, on Hopper. K: {head_dim, token, KV head, page}, a box 64 elements of 16 keys. V:
 // {64, token, 64 elements each, KV head, page}, a box all elements of 16 keys.
 struct PageBoxes {
@@ -60,6 +63,7 @@ struct KernelParams {
     int32_t granule_log2;    // so many keys in a row always lie on one page; at most 16
     KvSide kv[2];            // K, V
     bool copies_16_bytes;    // strides and bases allow it, and rows are whole
+    bool copies_by_places;   // besides, a row's place in its pool has 32 bits, counted in 16 bytes
     bool copies_whole_rows;  // besides, rows are as long as the kernel's, and 16 keys on a page
 
     // Queries. Strides in bytes.

@@ -84,6 +84,20 @@ bool takes_16_bytes(const AttentionParams& params, const KvSide& side) {
            fits(params.num_kv_heads, side.head_stride);
 }
 
+// Whether the place of every row in its pool, counted in 16 bytes, fits 32 bits.
+bool fits_32_bits(const AttentionParams& params, const KvSide& side) {
+    constexpr double kEnd = 16.0 * std::numeric_limits<uint32_t>::max();
+    const auto reach = [](int64_t count, int64_t stride) {
+        if (count <= 1) {
+            return 0.0;
+        }
+        return stride < 0 ? kEnd : static_cast<double>(count - 1) * static_cast<double>(stride);
+    };
+    return reach(params.num_pages, side.page_stride) + reach(params.page_size, side.token_stride) +
+               reach(params.num_kv_heads, side.head_stride) <
+           kEnd;
+}
+
 // Whether scores need more than a positive factor.
 bool transforms_scores(const AttentionParams& params) {
     return params.softcap != 0.0f || params.alibi_slopes != nullptr ||
@@ -108,6 +122,8 @@ KernelParams kernel_params(const AttentionParams& params, int64_t capacity) {
     p.num_pages = static_cast<int32_t>(params.num_pages);
     p.granule_log2 = std::min(4, std::countr_zero(static_cast<uint64_t>(params.page_size)));
     p.copies_16_bytes = takes_16_bytes(params, p.kv[0]) && takes_16_bytes(params, p.kv[1]);
+    p.copies_by_places =
+        p.copies_16_bytes && fits_32_bits(params, p.kv[0]) && fits_32_bits(params, p.kv[1]);
     if (params.block_table == nullptr) {
         // Packed rows are one page; each sequence begins somewhere in it.
         p.granule_log2 = 4;

@@ -472,39 +472,125 @@ private:
     // Small pages, the ends of what is visible, other alignments, rows in chunks. Out of the way of
     // the loop: instructions that are jumped over are fetched, too.
     static __device__ __noinline__ void copy_some(const KernelParams& params, Some some, char* to) {
-        copy_some_rows<KLayout, kRowBytesK>(params, params.kv[0], some, to);
-        copy_some_rows<VLayout, kRowBytesV>(params, params.kv[1], some, to + kKeys * kRowBytesK);
+        const int key = static_cast<int>(threadIdx.x % 16);
+        const int from = some.lane + (key >> params.granule_log2);
+        const int in_granule = key & ((1 << params.granule_log2) - 1);
+        OfKey mine;
+        mine.page = __shfl_sync(kWarp, some.page, from);
+        mine.offset = __shfl_sync(kWarp, some.offset, from) + in_granule;
+        mine.is_there = is_page(params, mine.page) && key >= some.begin && key < some.end;
+        mine.page = mine.is_there ? mine.page : 0;
+        if (!params.copies_by_places) [[unlikely]] {
+            copy_elements<KLayout, kRowBytesK>(params, params.kv[0], some, mine, to);
+            copy_elements<VLayout, kRowBytesV>(
+                params, params.kv[1], some, mine, to + kKeys * kRowBytesK
+            );
+        } else if constexpr (kRowBytesK == kRowBytesV) {
+            copy_rows<KLayout, kRowBytesK, 0, 2>(params, some, mine, to);
+        } else {
+            copy_rows<KLayout, kRowBytesK, 0, 1>(params, some, mine, to);
+            copy_rows<VLayout, kRowBytesV, 1, 1>(params, some, mine, to + kKeys * kRowBytesK);
+        }
+    }
+
+    // Where the key of a lane is, one of 16.
+    struct OfKey {
+        int page;
+        int offset;
+        bool is_there;
+    };
+
+    // The 16 bytes of a lane in a pass over 16 keys.
+    template <int kRowBytes>
+    struct Pass {
+        static constexpr int kChunks = kRowBytes / 16;
+        static constexpr int kCount = 16 * kChunks / 32;
+        static_assert(kCount * 32 == 16 * kChunks);
+
+        int key;
+        int chunk;
+
+        __device__ __forceinline__ explicit Pass(int number) {
+            const int i = number * 32 + static_cast<int>(threadIdx.x % 32);
+            key = i / kChunks;
+            chunk = i % kChunks;
+        }
+    };
+
+    // Of kSides sides from kFirst on.
+    template <class Layout, int kRowBytes, int kFirst, int kSides>
+    static __device__ __forceinline__ void copy_rows(
+        const KernelParams& params, const Some& some, const OfKey& mine, char* to
+    ) {
+        static constexpr int kCount = Pass<kRowBytes>::kCount;
+        // Shuffles before copies, as far as there are registers: behind them they wait long.
+        static constexpr int kAtOnce = Config::kBeside ? 1 : 4;
+        const uint32_t there = __ballot_sync(kWarp, mine.is_there);
+        uint32_t places[kSides];  // of the lane's key
+        const char* data[kSides];
+        int row_chunks[kSides];
+#pragma unroll
+        for (int i = 0; i < kSides; ++i) {
+            const gpu::KvSide& side = params.kv[kFirst + i];
+            data[i] = side.data;
+            row_chunks[i] = side.row_bytes / 16;
+            places[i] = mine.page * gpu::in_chunks(side.page_stride) +
+                        mine.offset * gpu::in_chunks(side.token_stride) +
+                        some.kv_head * gpu::in_chunks(side.head_stride);
+        }
+#pragma unroll 1
+        for (int first = some.row_warp; first < kCount; first += kAtOnce * kShape.row_warps) {
+            uint32_t from[kAtOnce][kSides];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const Pass<kRowBytes> pass(first + i * kShape.row_warps);
+#pragma unroll
+                for (int side = 0; side < kSides; ++side) {
+                    from[i][side] = __shfl_sync(kWarp, places[side], pass.key & 15);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int number = first + i * kShape.row_warps;
+                if (kCount % (kAtOnce * kShape.row_warps) != 0 && number >= kCount) {
+                    break;
+                }
+                const Pass<kRowBytes> pass(number);
+                char* place = to + Layout::offset(some.group + pass.key, pass.chunk);
+#pragma unroll
+                for (int side = 0; side < kSides; ++side) {
+                    const bool is_in_row = pass.chunk < row_chunks[side];
+                    ptx::cp_async_16_bytes_if(
+                        is_in_row ? there & 1u << pass.key : 0,
+                        place + side * kKeys * kRowBytes,
+                        data[side] + static_cast<uint64_t>(from[i][side]) * 16 + pass.chunk * 16
+                    );
+                }
+            }
+        }
     }
 
     template <class Layout, int kRowBytes>
-    static __device__ __forceinline__ void copy_some_rows(
-        const KernelParams& params, const gpu::KvSide& side, const Some& some, char* to
+    static __device__ __forceinline__ void copy_elements(
+        const KernelParams& params,
+        const gpu::KvSide& side,
+        const Some& some,
+        const OfKey& mine,
+        char* to
     ) {
         static constexpr int kElement = Config::kElementBytes;
-        static constexpr int kChunks = kRowBytes / 16;
-        static constexpr int kPasses = 16 * kChunks / 32;
-        static_assert(kPasses * 32 == 16 * kChunks);
-        const int granule_log2 = params.granule_log2;
 #pragma unroll 1
-        for (int pass = some.row_warp; pass < kPasses; pass += kShape.row_warps) {
-            const int i = pass * 32 + static_cast<int>(threadIdx.x % 32);
-            const int key = i / kChunks;
-            const int chunk = i % kChunks;
-            const int lane = some.lane + (key >> granule_log2);
-            const int page = __shfl_sync(kWarp, some.page, lane);
-            const int offset =
-                __shfl_sync(kWarp, some.offset, lane) + (key & ((1 << granule_log2) - 1));
-            const bool is_there = is_page(params, page) && key >= some.begin && key < some.end;
+        for (int number = some.row_warp; number < Pass<kRowBytes>::kCount;
+             number += kShape.row_warps) {
+            const Pass<kRowBytes> pass(number);
+            const int page = __shfl_sync(kWarp, mine.page, pass.key);
+            const int offset = __shfl_sync(kWarp, mine.offset, pass.key);
+            const bool is_there = __shfl_sync(kWarp, mine.is_there, pass.key);
             const char* row = side.data + some.kv_head * side.head_stride +
-                              (is_there ? page : 0) * side.page_stride + offset * side.token_stride;
-            char* place = to + Layout::offset(some.group + key, chunk);
-            if (params.copies_16_bytes) {
-                const bool is_copied = is_there && chunk * 16 < side.row_bytes;
-                ptx::cp_async_16_bytes_if(is_copied, place, is_copied ? row + chunk * 16 : row);
-            } else {
-                *reinterpret_cast<uint4*>(place) =
-                    load_elements<kElement>(side, row, chunk * 16 / kElement, is_there);
-            }
+                              page * side.page_stride + offset * side.token_stride;
+            char* place = to + Layout::offset(some.group + pass.key, pass.chunk);
+            *reinterpret_cast<uint4*>(place) =
+                load_elements<kElement>(side, row, pass.chunk * 16 / kElement, is_there);
         }
     }
 
