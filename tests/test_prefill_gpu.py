@@ -198,6 +198,10 @@ def few_rows() -> list[Case]:
             ((128, 128), "fp16", 240, "short", {"causal": False}),
             ((64, 64), "bf16", 300, "short", {}),
             ((96, 96), "bf16", 500, "window", {"window": (130, 0)}),
+            ((128, 128), "e4m3", 600, "e4m3", {"scales": "heads"}),
+            ((128, 128), "e5m2", 240, "e5m2", {"dtype": "float16"}),
+            ((64, 64), "e4m3", 300, "e4m3", {"causal": False}),
+            ((128, 128), "bf16", 300, "page7", {"page_size": 7}),
         )
     ]
 
@@ -548,7 +552,8 @@ def test_the_kernel_that_runs(kernel):
     early = best if best == {"sm90"} else set()
     for batch, options, expected in (
         (8, {}, early), (8, {"softcap": 9.0}, set()), (12, {"softcap": 9.0}, early),
-        (8, {"cache_dtype": "float8_e4m3fn"}, set()), (3, {}, set()),
+        (8, {"cache_dtype": "float8_e4m3fn"}, early), (3, {}, set()),
+        (8, {"cache_dtype": "float8_e4m3fn", "page_size": 7}, set()),
     ):  # fmt: skip
         lens = (8,) * batch, tuple(range(100, 100 + 90 * batch, 90))
         problem = Attention(Case("which_64_rows", *lens, (64, 8), **D128, **options), "cuda")
@@ -635,14 +640,16 @@ EDGES = {
 
 
 @pytest.mark.parametrize("edge", EDGES)
-@pytest.mark.parametrize(("dims", "kind"), [
-    ((64, 64), "bf16"), ((96, 96), "fp16"), ((128, 128), "bf16"), ((128, 128), "fp16"),
-    ((128, 128), "e5m2"), ((192, 128), "bf16"), ((256, 256), "fp16"),
+@pytest.mark.parametrize(("dims", "kind", "page_size"), [
+    ((64, 64), "bf16", 16), ((96, 96), "fp16", 16), ((128, 128), "bf16", 16),
+    ((128, 128), "fp16", 16), ((128, 128), "e5m2", 16), ((192, 128), "bf16", 16),
+    ((256, 256), "fp16", 16), ((64, 64), "fp16", 7), ((128, 128), "bf16", 1),
+    ((128, 128), "fp16", 7), ((192, 128), "bf16", 5), ((128, 128), "e5m2", 64),
 ], ids=str)  # fmt: skip
-def test_wild_values_that_some_rows_see(kind, dims, edge, device):
+def test_wild_values_that_some_rows_see(kind, dims, page_size, edge, device):
     """Three columns of V. Rows that see such a key are not finite there; all else is right."""
-    case = Case("wild_values", (Q_LEN, 1, 33), (KV_LEN, 70, 33), (8, 2), dims, window=(LEFT, 0),
-                **KINDS[kind])  # fmt: skip
+    case = Case("wild_values", (Q_LEN, 1, 33), (KV_LEN, 70, 33), (8, 2), dims, page_size,
+                window=(LEFT, 0), **KINDS[kind])  # fmt: skip
     check_wild_values(prefill_problem(case, device), EDGES[edge])
 
 
@@ -657,7 +664,8 @@ def check_wild_values(problem: Attention, wild_keys: dict[int, str]) -> None:
         spoilt[:, columns] = WILD[wild]
         raw(values)[key] = raw(spoilt.to(values.dtype))
     slots = problem.slots()[:kv_len]
-    raw(problem.caches[1])[slots // 16, slots % 16] = raw(values)
+    page_size = problem.case.page_size
+    raw(problem.caches[1])[slots // page_size, slots % page_size] = raw(values)
 
     diagonal = np.arange(first, kv_len)[:, None]
     keys = np.array([*wild_keys])
@@ -734,7 +742,10 @@ PIECES = {
     "sinks": Case("pieces_sinks", (200,), (7000,), (8, 2), sinks="float32", **D128),
     "group5": Case("pieces_group5", (150,), (7000,), (20, 4), **D128),
     "uncut": Case("pieces_softcap", (200,), (7000,), (8, 2), softcap=9.0, **D128),
-    "uncut_e4m3": Case("pieces_e4m3", (200,), (7000,), (8, 2), **KINDS["e4m3"], **D128),
+    "e4m3": Case("pieces_e4m3", (200,), (7000,), (8, 2), scales="heads", **KINDS["e4m3"], **D128),
+    "e5m2_64": Case("pieces_e5m2", (200, 70), (7000, 9000), (8, 2), scales="batch_heads",
+                    **KINDS["e5m2"]),
+    "page1": Case("pieces_page1", (200, 70), (7000, 9000), (8, 2), page_size=1, **D128),
     "uncut_256": Case("pieces_256", (200,), (7000,), (8, 2), (256, 256)),
 }
 # fmt: on

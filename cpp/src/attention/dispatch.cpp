@@ -56,8 +56,7 @@ int32_t num_chains(int64_t num_kv_heads, int num_sms) {
 // 43 for 64.)
 int64_t least_tiles(int64_t rows, HeadDims dims, const Gpu& gpu) {
     const int64_t num_sms = gpu.num_sms;
-    const bool cuts =
-        gpu.has_wgmma && gpu.cuts_items && sm90::cuts_items(dims.v, false, sm90::Loading::kBoxes);
+    const bool cuts = gpu.has_wgmma && gpu.cuts_items && sm90::cuts_items(dims.v, false);
     if (rows > kLongRows) {
         return cuts && rows > 128 ? num_sms / 12 : num_sms / 6;
     }
@@ -100,13 +99,13 @@ int32_t long_rows(
 }
 
 // What share_sms() needs to know (H200: a multiprocessor beside others that prefill reads 0.059 TB/s,
-// one beside others that read multiplies at 5.2 TFLOP/s).
+// one beside others that read multiplies at 5.4 TFLOP/s).
 void set_times(PlanShape& shape, const PlanParams& params, const Gpu& gpu) {
     const int64_t width = params.head_dim + params.head_dim_v;
     shape.num_sms = gpu.num_sms;
     shape.unit_time = static_cast<int32_t>(kPlanKeys * width * 2 * 17);
     shape.pair_time = static_cast<int32_t>(
-        std::min<int64_t>(2 * width * params.num_q_heads * 1000 / 5200, kMaxInt)
+        std::min<int64_t>(2 * width * params.num_q_heads * 1000 / 5400, kMaxInt)
     );
 }
 
@@ -122,8 +121,7 @@ bool fits_clusters(const PlanParams& params, const PlanShape& shape, const Gpu& 
 // For two pieces on each multiprocessor, in case that the WGMMA kernel runs and may cut items.
 int64_t bytes_of_pieces(const PlanShape& shape, const Gpu& gpu, HeadDims dims) {
     const bool cuts = gpu.has_wgmma && shape.long_rows >= 0 && shape.piece_units == 0 &&
-                      sm90::cuts_items(dims.v, false, sm90::Loading::kBoxes) &&
-                      gpu.num_sms <= sm90::kMostCuts;
+                      sm90::cuts_items(dims.v, false) && gpu.num_sms <= sm90::kMostCuts;
     return cuts ? 2 * gpu.num_sms *
                       sm90::piece_bytes(sm90::prefill_tile(dims.k, dims.v, false), dims.v)
                 : 0;

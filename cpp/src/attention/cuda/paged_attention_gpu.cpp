@@ -237,6 +237,21 @@ bool is_plan_for(const PlanShape& shape, const PlanParams& step, Gpu gpu) {
     return plan_shape(step, gpu).long_rows == shape.long_rows;
 }
 
+// Whether the prefill kernel that would run cuts items. The portable one does not.
+bool cuts_items(const AttentionParams& params, HeadDims dims) {
+    if (transforms_scores(params)) {
+        return false;
+    }
+#if PAGETILE_HAS_SM90
+    constexpr int64_t kLeastBox = 8;  // keys
+    return !is_float8(params.kv_dtype) ||
+           (sm90::can_widen(params.q_dtype, sm90::prefill_dims(dims), false) &&
+            (params.block_table == nullptr || params.page_size % kLeastBox == 0));
+#else
+    return !is_float8(params.kv_dtype);
+#endif
+}
+
 Call make_call(const AttentionParams& params, cudaStream_t stream) {
     PlanParams step = plan_params(params);
     const int64_t capacity = std::min(
@@ -245,7 +260,8 @@ Call make_call(const AttentionParams& params, cudaStream_t stream) {
     );
     step.max_seqlen_k = step.max_seqlen_k > 0 ? std::min(step.max_seqlen_k, capacity) : capacity;
     Gpu gpu = gpu_of(params.device);
-    gpu.cuts_items = !is_float8(params.kv_dtype) && !transforms_scores(params);
+    const HeadDims dims = built_head_dims(params.head_dim, params.head_dim_v);
+    gpu.cuts_items = cuts_items(params, dims);
     PlanShape shape = plan_shape(step, gpu);
     const bool uses_plan = params.plan != nullptr && is_plan_for(shape, step, gpu);
     shape.max_q_len = static_cast<int32_t>(params.total_q);
@@ -254,7 +270,7 @@ Call make_call(const AttentionParams& params, cudaStream_t stream) {
         .stream = stream,
         .gpu = gpu,
         .shape = shape,
-        .dims = built_head_dims(params.head_dim, params.head_dim_v),
+        .dims = dims,
         .workspace = find_workspace(params, shape, gpu, stream),
         .plan = uses_plan ? static_cast<const LaneWork*>(params.plan) : nullptr,
         .kernel = kernel_params(params, capacity),
@@ -308,12 +324,12 @@ void launch_portable_prefill(const Call& call) {
 
 #if PAGETILE_HAS_SM90
 
-sm90::PieceSums pieces_of(const Call& call, sm90::Loading loading) {
+sm90::PieceSums pieces_of(const Call& call) {
     constexpr int32_t kMostSequences = 512;  // each CTA looks at all of their lengths
     const WorkspaceLayout& layout = call.workspace.layout;
     const auto most = static_cast<int32_t>(kMostPieces);
     const int32_t asked = call.shape.max_splits;
-    const bool cuts = sm90::cuts_items(call.dims.v, call.kernel.transforms, loading) &&
+    const bool cuts = sm90::cuts_items(call.dims.v, call.kernel.transforms) &&
                       layout.piece_bytes > 0 && call.shape.batch <= kMostSequences;
     return {
         .sums = reinterpret_cast<float4*>(call.workspace.data + layout.pieces),
@@ -346,7 +362,7 @@ bool describe_wgmma_prefill(const Call& call, sm90::PrefillParams& prefill) {
     if (!sm90::describe_tensors(prefill, params.q_dtype, params.kv_dtype, dims)) {
         return false;
     }
-    prefill.pieces = pieces_of(call, prefill.loading);
+    prefill.pieces = pieces_of(call);
     if (params.block_table == nullptr) {
         prefill.call.page_size = FastDivide(std::numeric_limits<int32_t>::max());
     }

@@ -50,9 +50,8 @@ public:
         start_scores();
         cute::warpgroup_wait<0>();
         end_scores(tile == first, left_out(*item, first));
-        int32_t at_edge = is_at_edge<Config>(*item, tile);
         set_factor(*item);
-        rule(*item, tile, at_edge);
+        rule(*item, tile, is_at_edge<Config>(*item, tile));
         softmax_.step(scores_, factor_);
         pack_weights();
 
@@ -97,19 +96,18 @@ public:
             }
             rule(*next, next_tile, next_at_edge);
             weigh(rest);
+            pack_weights();
             if (!is_last) {
                 rescale();
             } else {
                 end_item(*item, largest, sum);
             }
-            pack_weights();
             is_new = is_last ? 1 : 0;
             item = next;
             tile = next_tile;
-            at_edge = next_at_edge;
             if constexpr (!Config::kTransforms) {
                 const bool is_plain = !Config::kWidens || item->factor > 0.0f;
-                if (is_new == 0 && at_edge == 0 && is_plain) {
+                if (is_new == 0 && is_at_edge<Config>(*item, tile) == 0 && is_plain) {
                     pass_inside(*item, tile, first);
                 }
             }
@@ -155,8 +153,8 @@ private:
             end_scores(false, 0);
             --tile;
             weigh(0);
-            rescale();
             pack_weights();
+            rescale();
         }
     }
 
@@ -275,7 +273,7 @@ private:
                        Pieces<Config>::merge(pieces_, item, largest, sum, out_, is_wild);
         }
         if (is_whole) {
-            store_results<Config>(params_, item, rows(), largest, sum, out_);
+            store_results<Config>(params_, item, warpgroup_, largest, sum, out_);
             if (is_wild || (!Config::kCuts && shared_.is_wild[&item - shared_.items]))
                 [[unlikely]] {
                 Repair<Config>::run(params_, item, warpgroup_, is_e5m2_);
@@ -294,8 +292,7 @@ private:
     }
 
     __device__ __forceinline__ void rescale() {
-        const bool scales = softmax_.rescale[0] != 1.0f || softmax_.rescale[1] != 1.0f;
-        if (__any_sync(kWarp, scales)) {
+        if (softmax_.has_grown) {
 #pragma unroll
             for (int i = 0; i < Config::kHeadDimV / 2; ++i) {
                 out_[i] *= softmax_.rescale[i / 2 % 2];

@@ -37,7 +37,7 @@ public:
         if (!is_last(counter, item.pieces, is_wild)) {
             return false;
         }
-        largest[0] = largest[1] = -kInfinity;
+        largest[0] = largest[1] = kLowest;
         for (int32_t piece = 0; piece < item.pieces; ++piece) {
             const float4 of_piece = __ldcg(sums + piece * kPieceParts);
             largest[0] = fmaxf(largest[0], of_piece.x);
@@ -53,7 +53,7 @@ public:
             const float4* from = sums + piece * kPieceParts;
             const float4 of_piece = __ldcg(from);
             const float weights[2] = {
-                weight(of_piece.x, largest[0]), weight(of_piece.y, largest[1])
+                ptx::exp2_approx(of_piece.x - largest[0]), ptx::exp2_approx(of_piece.y - largest[1])
             };
             sum[0] = fmaf(weights[0], of_piece.z, sum[0]);
             sum[1] = fmaf(weights[1], of_piece.w, sum[1]);
@@ -74,11 +74,6 @@ private:
     static constexpr int kWarps = 4 * Config::kTile.warpgroups;
     static constexpr int kWarpParts = 32 * (kParts + 1);
     static constexpr int kPieceParts = kWarps * kWarpParts;
-
-    // A piece's weight; none if it saw no key.
-    static __device__ __forceinline__ float weight(float of_piece, float of_all) {
-        return of_piece == -kInfinity ? 0.0f : ptx::exp2_approx(of_piece - of_all);
-    }
 
     // Whether this warp is the last of the pieces'. is_wild is then of all of them.
     static __device__ __forceinline__ bool is_last(

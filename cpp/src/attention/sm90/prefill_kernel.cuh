@@ -19,10 +19,13 @@ namespace pagetile::sm90 {
 template <class Config>
 __device__ __forceinline__ void begin_barriers(Shared<Config>& shared) {
     constexpr int kWarpgroups = Config::kTile.warpgroups;
+    constexpr int kBringKeys =
+        Config::kWidens || Config::kLoadsRows ? 2 : 1;  // TMA counts for itself
+    constexpr int kBringValues = Config::kLentGranules > 0 ? 2 : 1;
     if (threadIdx.x == 0) {
         for (int i = 0; i < Config::kTile.stages; ++i) {
-            ClusterBarrier::init(&shared.k_full[i], Config::kWidens || Config::kLoadsRows ? 2 : 1);
-            ClusterBarrier::init(&shared.v_full[i], 1);
+            ClusterBarrier::init(&shared.k_full[i], kBringKeys);
+            ClusterBarrier::init(&shared.v_full[i], kBringValues);
             ClusterBarrier::init(&shared.v_loaded[i], 1);
             ClusterBarrier::init(&shared.k_free[i], kWarpgroups);
             ClusterBarrier::init(&shared.v_free[i], kWarpgroups);
@@ -64,13 +67,13 @@ __device__ __forceinline__ void produce(
         std::conditional_t<Config::kLoadsRows, RowProducer<Config>, Producer<Config>>>;
     switch (role) {
         case Role::kKeys:
-            Loader(params, shared).template load<false, 0, 2>();
+            Loader(params, shared).load_keys();
             break;
         case Role::kMoreKeys:
-            Loader(params, shared).template load<false, 1, 2>();
+            Loader(params, shared).load_more_keys();
             break;
         case Role::kValues:
-            Loader(params, shared).template load<true, 0, 1>();
+            Loader(params, shared).load_values();
             break;
         case Role::kSchedule:
             Scheduler<Config>(params, shared).run();
@@ -80,7 +83,7 @@ __device__ __forceinline__ void produce(
 
 template <class Element, int kHeadDim, int kHeadDimV, bool kTransforms, Loading kLoading>
 __global__ void __launch_bounds__(
-    prefill_tile(kHeadDim, kHeadDimV, kTransforms).num_threads(), 1
+    prefill_tile(kHeadDim, kHeadDimV, kTransforms, kLoading).num_threads(), 1
 ) prefill_kernel(const __grid_constant__ PrefillParams params) {
     using ThisConfig = Config<Element, kHeadDim, kHeadDimV, kTransforms, kLoading>;
     constexpr PrefillTile kTile = ThisConfig::kTile;

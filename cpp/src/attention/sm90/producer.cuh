@@ -64,23 +64,30 @@ public:
     __device__ Producer(const PrefillParams& params, Storage& shared)
         : params_(params), shared_(shared) {}
 
-    // Every kStep-th box of each tile from box kFirst on, of K or of V.
-    template <bool kIsV, int kFirst, int kStep>
+    __device__ __forceinline__ void load_keys() { load<typename Parts<Config>::Keys>(); }
+
+    __device__ __forceinline__ void load_more_keys() { load<typename Parts<Config>::MoreKeys>(); }
+
+    __device__ __forceinline__ void load_values() { load<typename Parts<Config>::Values>(); }
+
+private:
+    template <class Mine>
     __device__ __forceinline__ void load() {
-        if (params_.box_rows == kGranule && (!kIsV || params_.v_in_one_box)) [[likely]] {
-            load_tiles<kIsV, kFirst, kStep, true>();
+        if (params_.box_rows == kGranule && (!Mine::kIsV || params_.v_in_one_box)) [[likely]] {
+            load_tiles<Mine, true>();
         } else {
-            load_tiles<kIsV, kFirst, kStep, false>();
+            load_tiles<Mine, false>();
         }
     }
 
-private:
     // A stage is free one tile's time before it is needed again: the copies must follow at once. So
     // all that can be known before is.
-    template <bool kIsV, int kFirst, int kStep, bool kWholeGranules>
+    template <class Mine, bool kWholeGranules>
     __device__ __forceinline__ void load_tiles() {
-        constexpr int kGranules = Config::kKeys / kGranule;
-        constexpr int kBoxes = (kGranules - kFirst + kStep - 1) / kStep;
+        constexpr bool kIsV = Mine::kIsV;
+        constexpr int kFirst = Mine::kFirst;
+        constexpr int kStep = Mine::kStep;
+        constexpr int kBoxes = Mine::kGranules;
         ItemReader<Config> items(shared_);
         RingPlace<kStages> ring;
         while (true) {
@@ -167,11 +174,10 @@ private:
     __device__ __forceinline__ void look_at_values(const Item& item, int tile, int stage) {
         wait(&shared_.v_loaded[stage], looks_ >> stage & 1);
         looks_ ^= 1u << stage;
-        EdgeValues<Config>::clean(shared_, item, tile, stage);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) {
-            ClusterBarrier::arrive(&shared_.v_full[stage]);
-        }
+        EdgeValues<Config>::template clean<typename Parts<Config>::Values>(
+            shared_, item, tile, stage
+        );
+        hand_over(&shared_.v_full[stage]);
     }
 
     // kStep granules on, in whichever page that is: without a division between two copies.

@@ -19,10 +19,8 @@ __device__ __forceinline__ float finish_row(
     if (params.sinks != nullptr) [[unlikely]] {
         const float sink = kLog2e * gpu::read_sink(params, head);
         const float now = fmaxf(largest, sink);
-        if (now != -kInfinity) {
-            scale = ptx::exp2_approx(largest - now);
-            sum = sum * scale + ptx::exp2_approx(sink - now);
-        }
+        scale = ptx::exp2_approx(largest - now);
+        sum = sum * scale + ptx::exp2_approx(sink - now);
         largest = now;
     }
     return sum == 0.0f ? 0.0f : scale * ptx::rcp_approx(sum);
@@ -57,6 +55,14 @@ __device__ __noinline__ inline void store_apart(uint16_t* to, uint4 eight) {
     }
 }
 
+// Where registers lack, nothing of what follows is to begin before: ptxas moves nothing over this.
+template <class Config>
+__device__ __forceinline__ void finish_part() {
+    if constexpr (Config::kWidens) {
+        __syncwarp();
+    }
+}
+
 template <class Config, bool kAligned>
 __device__ __forceinline__ void store_row(
     typename Config::Element* to,
@@ -77,6 +83,7 @@ __device__ __forceinline__ void store_row(
             pairs[q] = pack(Element{}, out[first] * scale, out[first + 1] * scale);
         }
         const uint4 eight = gather_columns(pairs);
+        finish_part<Config>();
         const int32_t column = 32 * j + 8 * t;
         if (is_there && column < head_dim) {
             if constexpr (kAligned) {
@@ -92,22 +99,28 @@ template <class Config>
 __device__ __forceinline__ void store_results(
     const gpu::KernelParams& params,
     const Item& item,
-    const Rows& rows,
+    int warpgroup,
     float (&largest)[2],
     float (&sum)[2],
     const float (&out)[Config::kHeadDimV / 2]
 ) {
     using Element = typename Config::Element;
-    const int32_t first_row = item.sequence.q_begin + item.first_token;
-    const int32_t first_head = item.kv_head * params.shape.group;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+        // What both rows need is worked out twice, for want of registers.
+        asm volatile("" : "+r"(warpgroup)::"memory");
+        const Rows rows(params, warpgroup);
         const bool is_there = rows.token[i] < item.num_tokens;
-        const int32_t head = first_head + rows.head[i];
-        const int64_t row = first_row + rows.token[i];
+        const int32_t head = item.kv_head * params.shape.group + rows.head[i];
+        const int64_t row = item.sequence.q_begin + item.first_token + rows.token[i];
+        finish_part<Config>();
         float scale = finish_row(params, is_there ? head : 0, largest[i], sum[i]);
         if constexpr (Config::kWidens) {
             scale *= item.v_scale;
+        }
+        if (params.softmax_lse != nullptr && threadIdx.x % 4 == 0 && is_there) {
+            params.softmax_lse[head * params.lse_head_stride + row * params.lse_row_stride] =
+                sum[i] == 0.0f ? -kInfinity : (largest[i] + __log2f(sum[i])) * kLn2;
         }
         auto* to = static_cast<Element*>(params.out) + row * params.out_row_stride +
                    head * params.out_head_stride;
@@ -115,10 +128,6 @@ __device__ __forceinline__ void store_results(
             store_row<Config, true>(to, i, is_there, params.head_dim_v, scale, out);
         } else {
             store_row<Config, false>(to, i, is_there, params.head_dim_v, scale, out);
-        }
-        if (params.softmax_lse != nullptr && threadIdx.x % 4 == 0 && is_there) {
-            params.softmax_lse[head * params.lse_head_stride + row * params.lse_row_stride] =
-                sum[i] == 0.0f ? -kInfinity : (largest[i] + __log2f(sum[i])) * kLn2;
         }
     }
 }

@@ -17,17 +17,30 @@ class RowProducer {
 public:
     using Storage = Shared<Config>;
     static constexpr int kStages = Config::kTile.stages;
-    // Pages of the next tile are looked up among the copies of this one, as early as can be; or behind
-    // them, where there are too few registers.
-    static constexpr bool kLooksUpEarly = producer_registers(Config::kTile, Loading::kRows) >= 32;
 
     __device__ RowProducer(const PrefillParams& params, Storage& shared)
         : params_(params), shared_(shared) {}
 
-    // Every kStep-th granule of each tile from granule kFirst on, of K or of V.
-    template <bool kIsV, int kFirst, int kStep>
+    __device__ __forceinline__ void load_keys() { load<typename Parts<Config>::Keys>(); }
+
+    __device__ __forceinline__ void load_values() { load<typename Parts<Config>::Values>(); }
+
+    __device__ __forceinline__ void load_more_keys() {
+        if constexpr (Config::kLentGranules > 0) {
+            load_keys_and_values();
+        } else {
+            load<typename Parts<Config>::MoreKeys>();
+        }
+    }
+
+private:
+    // Of each 32 rows of a warp's part of a tile a lane knows one, so that eight lanes know the eight that
+    // they copy.
+    template <class Mine>
+    static constexpr int kTurns = (Mine::kRows + 31) / 32;
+
+    template <class Mine>
     __device__ __forceinline__ void load() {
-        using Mine = Part<kIsV, kFirst, kStep>;
         ItemReader<Config> items(shared_);
         RingPlace<kStages> ring;
         while (true) {
@@ -35,57 +48,115 @@ public:
             if (item.num_tokens == kNoMore) {
                 break;
             }
-            const gpu::KvSide& side = params_.call.kv[kIsV ? 1 : 0];
-            const char* of_head = side.data + item.kv_head * side.head_stride;
             int tile = item.last_tile;
-            int32_t pages[Mine::kTurns];
+            int32_t pages[kTurns<Mine>];
             find_pages<Mine>(item, tile, pages);
             for (; tile >= item.first_tile; --tile) {
-                // Whatever can be known before a stage is free.
-                const Rows rows = find_rows<Mine>(item, of_head, tile, 0, pages[0]);
-                uint64_t* const free =
-                    kIsV ? &shared_.v_free[ring.index] : &shared_.k_free[ring.index];
-                wait(free, ring.turn ^ 1);
-                if (kFirst == 0 && threadIdx.x % 32 == 0) {
-                    free_for_others<Config, kIsV>(item, tile, free);
-                }
-                copy<Mine>(item, of_head, tile, pages, rows, ring.index);
-                if constexpr (!kLooksUpEarly) {
-                    find_pages<Mine>(item, tile - 1, pages);
-                }
-                const int32_t looks = kIsV ? is_at_edge<Config>(item, tile) : 0;
+                fill<Mine>(item, tile, pages, ring);
+                find_pages<Mine>(item, tile - 1, pages);
                 cute::cp_async_wait<0>();
-                if (looks != 0) {
-                    __syncwarp();
-                    EdgeValues<Config>::clean(shared_, item, tile, ring.index);
-                }
-                hand_over(kIsV ? &shared_.v_full[ring.index] : &shared_.k_full[ring.index]);
+                finish<Mine>(item, tile, ring.index);
                 ring.advance();
             }
             items.release(item);
         }
     }
 
-private:
-    // What a warp has of a tile: granules, or as many rows. Of each 32 a lane knows one, so that eight
-    // lanes know the eight that they copy.
-    template <bool kIsV_, int kFirst_, int kStep_>
-    struct Part {
-        static constexpr bool kIsV = kIsV_;
-        static constexpr int kFirst = kFirst_;
-        static constexpr int kStep = kStep_;
-        static constexpr int kGranules = (Config::kKeys / kGranule - kFirst + kStep - 1) / kStep;
-        static constexpr int kRows = kGranules * kGranule;
-        static constexpr int kTurns = (kRows + 31) / 32;
-
-        // The lane's key in the tile, of the rows of a turn; none from kKeys on.
-        static __device__ __forceinline__ int32_t key(int turn) {
-            const uint32_t lane = opaque_lane();
-            const uint32_t row = lane % 8 * 4 + lane / 8;
-            const uint32_t left_out = row / kGranule * ((kStep - 1) * kGranule);
-            return static_cast<int32_t>((turn * 2 * kStep + kFirst) * kGranule + row + left_out);
+    // Of each tile keys, and values of the tile before: they are needed later.
+    __device__ __forceinline__ void load_keys_and_values() {
+        using Keys = typename Parts<Config>::MoreKeys;
+        using Values = typename Parts<Config>::LentValues;
+        ItemReader<Config> items(shared_);
+        RingPlace<kStages> ring;
+        int32_t pages[kTurns<Keys>];
+        int32_t pages_of_values[kTurns<Values>];
+        const auto begin = [&](const Item& item) {
+            if (item.num_tokens != kNoMore) {
+                find_pages<Keys>(item, item.last_tile, pages);
+            }
+            return item.last_tile;
+        };
+        int tile = begin(items.wait());
+        while (true) {
+            const bool has_keys = items.item().num_tokens != kNoMore;
+            if (has_keys) {
+                fill<Keys>(items.item(), tile, pages, ring);
+            }
+            cute::cp_async_fence();
+            const bool is_first = tile == items.item().last_tile;
+            const bool has_values = !is_first || items.has_previous();
+            const Item& before = is_first ? items.previous() : items.item();
+            const int tile_before = is_first ? before.first_tile : tile + 1;
+            if (has_values) {
+                fill<Values>(before, tile_before, pages_of_values, ring.previous());
+            }
+            cute::cp_async_fence();
+            if (has_keys) {
+                find_pages<Values>(items.item(), tile, pages_of_values);
+                find_pages<Keys>(items.item(), tile - 1, pages);
+                cute::cp_async_wait<1>();
+                finish<Keys>(items.item(), tile, ring.index);
+            }
+            cute::cp_async_wait<0>();
+            if (has_values) {
+                finish<Values>(before, tile_before, ring.previous().index);
+                if (is_first) {
+                    items.release(before);
+                }
+            }
+            if (!has_keys) {
+                return;
+            }
+            ring.advance();
+            if (--tile < items.item().first_tile) {
+                tile = begin(items.wait());
+            }
         }
-    };
+    }
+
+    template <class Mine>
+    __device__ __forceinline__ void fill(
+        const Item& item,
+        int tile,
+        const int32_t (&pages)[kTurns<Mine>],
+        const RingPlace<kStages>& ring
+    ) const {
+        // Whatever can be known before a stage is free. (Behind copies a load waits for all of them.)
+        Rows rows[kTurns<Mine>];
+#pragma unroll
+        for (int turn = 0; turn < kTurns<Mine>; ++turn) {
+            rows[turn] = find_rows<Mine>(item, tile, turn, pages[turn]);
+        }
+        uint64_t* const free =
+            Mine::kIsV ? &shared_.v_free[ring.index] : &shared_.k_free[ring.index];
+        wait(free, ring.turn ^ 1);
+        copy<Mine>(rows, ring.index);
+        if (Mine::kFirst == 0 && threadIdx.x % 32 == 0) {
+            free_for_others<Config, Mine::kIsV>(item, tile, free);
+        }
+    }
+
+    // The warp's part of the tile has come.
+    template <class Mine>
+    __device__ __forceinline__ void finish(const Item& item, int tile, int stage) const {
+        if constexpr (Mine::kIsV) {
+            if (is_at_edge<Config>(item, tile) != 0) {
+                __syncwarp();
+                EdgeValues<Config>::template clean<Mine>(shared_, item, tile, stage);
+            }
+        }
+        hand_over(Mine::kIsV ? &shared_.v_full[stage] : &shared_.k_full[stage]);
+    }
+
+    // The lane's key in the tile, of the rows of a turn; none from kKeys on.
+    template <class Mine>
+    static __device__ __forceinline__ int32_t key_of_lane(int turn) {
+        const uint32_t lane = opaque_lane();
+        const uint32_t row = lane % 8 * 4 + lane / 8;
+        const uint32_t left_out = row / kGranule * ((Mine::kStep - 1) * kGranule);
+        const int first = (turn * 2 * Mine::kStep + Mine::kFirst) * kGranule;
+        return first + static_cast<int32_t>(row + left_out);
+    }
 
     // The compiler does not know that it is always the same: else it keeps sums with it in registers, of
     // which there are few.
@@ -98,62 +169,59 @@ private:
     // The entry of the block table for the lane's row; none if its key is not visible.
     template <class Mine>
     __device__ __forceinline__ int32_t find_page(const Item& item, int tile, int turn) const {
-        const int32_t in_tile = Mine::key(turn);
+        const int32_t in_tile = key_of_lane<Mine>(turn);
         const int32_t key = tile * Config::kKeys + in_tile;
-        if (in_tile >= Config::kKeys || key < item.keys.first || key >= item.keys.end) {
+        // Without branches but one: the bounds are loaded together.
+        const bool is_visible = static_cast<int32_t>(key >= item.keys.first) &
+                                static_cast<int32_t>(key < item.keys.end);
+        if (in_tile >= Config::kKeys || !is_visible) {
             return -1;
         }
         uint32_t offset;
         const uint32_t index = params_.call.page_size(offset, static_cast<uint32_t>(key));
         return __ldg(
-            params_.call.block_table + item.batch_idx * params_.call.block_table_stride + index
+            params_.call.block_table +
+            static_cast<int64_t>(item.batch_idx) *
+                static_cast<int32_t>(params_.call.block_table_stride) +
+            index
         );
     }
 
     template <class Mine>
     __device__ __forceinline__ void find_pages(
-        const Item& item, int tile, int32_t (&pages)[Mine::kTurns]
+        const Item& item, int tile, int32_t (&pages)[kTurns<Mine>]
     ) const {
 #pragma unroll
-        for (int turn = 0; turn < Mine::kTurns; ++turn) {
+        for (int turn = 0; turn < kTurns<Mine>; ++turn) {
             pages[turn] = find_page<Mine>(item, tile, turn);
         }
     }
 
-    // Where the lane's row begins, and which rows of its warp there are.
+    // Where the lane's row begins, in 16 bytes from the pool's beginning (which dispatch has seen to fit),
+    // and which rows of its warp there are.
     struct Rows {
-        uint64_t mine;
+        uint32_t mine;
         uint32_t are_there;
     };
 
     template <class Mine>
     __device__ __forceinline__ Rows
-    find_rows(const Item& item, const char* of_head, int tile, int turn, int32_t& page) const {
+    find_rows(const Item& item, int tile, int turn, int32_t page) const {
         const gpu::KvSide& side = params_.call.kv[Mine::kIsV ? 1 : 0];
-        const int32_t key = tile * Config::kKeys + Mine::key(turn);
+        const int32_t key = tile * Config::kKeys + key_of_lane<Mine>(turn);
         uint32_t offset;
         params_.call.page_size(offset, static_cast<uint32_t>(key));
         const bool is_there =
             static_cast<uint32_t>(page) < static_cast<uint32_t>(params_.call.num_pages);
-        const char* begin = of_head +
-                            static_cast<uint32_t>(is_there ? page : 0) * side.page_stride +
-                            offset * side.token_stride;
-        if constexpr (kLooksUpEarly) {
-            page = find_page<Mine>(item, tile - 1, turn);
-        }
-        return {reinterpret_cast<uint64_t>(begin), __ballot_sync(kWarp, is_there)};
+        const uint32_t begin = (is_there ? page : 0) * gpu::in_chunks(side.page_stride) +
+                               offset * gpu::in_chunks(side.token_stride) +
+                               item.kv_head * gpu::in_chunks(side.head_stride);
+        return {begin, __ballot_sync(kWarp, is_there)};
     }
 
     // Eight lanes take a slab of a row, and the warp four rows at a time.
     template <class Mine>
-    __device__ __forceinline__ void copy(
-        const Item& item,
-        const char* of_head,
-        int tile,
-        int32_t (&pages)[Mine::kTurns],
-        Rows rows,
-        int stage
-    ) {
+    __device__ __forceinline__ void copy(const Rows (&rows)[kTurns<Mine>], int stage) const {
         constexpr int kSlabs = Mine::kIsV ? Config::kSlabsV : Config::kSlabs;
         constexpr int kSlabDistance = Mine::kIsV ? kGranuleBytes : Config::kKeys * kSlabBytes;
         constexpr int kGranuleDistance = Mine::kIsV ? kSlabs * kGranuleBytes : kGranuleBytes;
@@ -161,7 +229,8 @@ private:
         const uint32_t lane = opaque_lane();
         const uint32_t row = lane / 8;
         const uint32_t chunk = lane % 8;
-        const auto row_bytes = static_cast<uint32_t>(params_.call.kv[Mine::kIsV ? 1 : 0].row_bytes);
+        const gpu::KvSide& side = params_.call.kv[Mine::kIsV ? 1 : 0];
+        const char* const pool = side.data + chunk * 16;
         // Of rows that are four apart: all others lie constants away from these. (The compiler must not
         // know what they have in common, or it keeps a sum for each copy.)
         char* const begin = Mine::kIsV ? shared_.v[stage] : shared_.k[stage];
@@ -173,15 +242,12 @@ private:
             );
             asm volatile("" : "+r"(places[i]));
         }
-        // A shuffle takes as long as four copies.
-        constexpr int kAhead = kSlabs > 2 ? 1 : 2;  // steps
-        uint64_t from[2 * kAhead];
+        // Ahead by so many steps: behind copies a shuffle, too, waits for them.
+        constexpr int kAhead = kSlabs > 2 ? 2 : 4;
+        uint32_t from[2 * kAhead];
         const auto fetch = [&](int step) {
-            if (step % 8 == 0 && step > 0 && step < kSteps) {
-                rows = find_rows<Mine>(item, of_head, tile, step / 8, pages[step / 8]);
-            }
             if (step < kSteps) {
-                from[step % (2 * kAhead)] = __shfl_sync(kWarp, rows.mine, step % 8, 8) + chunk * 16;
+                from[step % (2 * kAhead)] = __shfl_sync(kWarp, rows[step / 8].mine, step % 8, 8);
             }
         };
 #pragma unroll
@@ -194,8 +260,9 @@ private:
             if (step % 8 == 0) {
 #pragma unroll
                 for (int slab = 0; slab < kSlabs; ++slab) {
-                    const bool is_in_row = slab * kSlabBytes + chunk * 16 < row_bytes;
-                    mine[slab] = is_in_row ? rows.are_there >> row * 8 : 0;
+                    const bool is_in_row =
+                        slab * kSlabBytes + chunk * 16 < static_cast<uint32_t>(side.row_bytes);
+                    mine[slab] = is_in_row ? rows[step / 8].are_there >> row * 8 : 0;
                     asm volatile("" : "+r"(mine[slab]));
                 }
             }
@@ -208,12 +275,14 @@ private:
             const uint32_t place = places[step % 2] +
                                    (Mine::kFirst + step / 4 * Mine::kStep) * kGranuleDistance +
                                    step % 4 * 4 * kSlabBytes;
+            const char* const row_begin =
+                pool + static_cast<uint64_t>(from[step % (2 * kAhead)]) * 16;
 #pragma unroll
             for (int slab = 0; slab < kSlabs; ++slab) {
                 ptx::cp_async_16_bytes_if(
                     mine[slab] & 1u << step % 8,
                     __cvta_shared_to_generic(place + slab * kSlabDistance),
-                    reinterpret_cast<const char*>(from[step % (2 * kAhead)]) + slab * kSlabBytes
+                    row_begin + slab * kSlabBytes
                 );
             }
         }

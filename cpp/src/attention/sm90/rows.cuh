@@ -11,6 +11,8 @@
 namespace pagetile::sm90 {
 
 inline constexpr float kInfinity = __builtin_huge_valf();
+inline constexpr float kLowest =
+    -3.402823466e38f;  // the largest score of a row that has seen no key
 inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 
@@ -149,17 +151,19 @@ class Softmax {
 public:
     float largest[2];  // in log2 units
     float sum[2];      // of this thread's keys
-    float rescale[2];  // for the sums of before the last tile
+    float rescale[2];  // if has_grown: for the sums of before the last tile
+    bool has_grown;    // a maximum of the warp's rows
 
     __device__ __forceinline__ void begin() {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            largest[i] = -kInfinity;
+            largest[i] = kLowest;
             sum[i] = 0.0f;
         }
     }
 
-    // Scores become weights.
+    // Scores become weights. The vote also holds back the exponentials until both rows have their maximum:
+    // else ptxas takes one row after the other, and all wait for the second one's shuffles.
     template <int kScores>
     __device__ __forceinline__ void step(float (&scores)[kScores], float factor) {
         constexpr float kGrowth = 8.0f;
@@ -169,30 +173,35 @@ public:
             top[0] = fmaxf(top[0], fmaxf(scores[j], scores[j + 1]));
             top[1] = fmaxf(top[1], fmaxf(scores[j + 2], scores[j + 3]));
         }
-        float reference[2];
-        float part[2][2];
+        bool grows[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             top[i] = fmaxf(top[i], __shfl_xor_sync(kWarp, top[i], 1));
-            top[i] = fmaxf(top[i], __shfl_xor_sync(kWarp, top[i], 2));
-            float now = fmaxf(largest[i], top[i] * factor);
-            now = now - largest[i] <= kGrowth ? largest[i] : now;
-            reference[i] = now == -kInfinity ? 0.0f : now;
-            rescale[i] = ptx::exp2_approx(largest[i] - reference[i]);
-            largest[i] = now;
-            part[i][0] = part[i][1] = 0.0f;
+            top[i] = fmaxf(top[i], __shfl_xor_sync(kWarp, top[i], 2)) * factor;
+            grows[i] = top[i] - largest[i] > kGrowth;
         }
+        has_grown = __any_sync(kWarp, grows[0] | grows[1]);
+        if (has_grown) [[unlikely]] {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float now = grows[i] ? top[i] : largest[i];
+                rescale[i] = ptx::exp2_approx(largest[i] - now);
+                sum[i] *= rescale[i];
+                largest[i] = now;
+            }
+        }
+        float part[2][2] = {};
 #pragma unroll
         for (int j = 0; j < kScores; j += 4) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                scores[j + i] = ptx::exp2_in_place(fmaf(scores[j + i], factor, -reference[i / 2]));
+                scores[j + i] = ptx::exp2_in_place(fmaf(scores[j + i], factor, -largest[i / 2]));
                 part[i / 2][i % 2] += scores[j + i];
             }
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            sum[i] = fmaf(sum[i], rescale[i], part[i][0] + part[i][1]);
+            sum[i] += part[i][0] + part[i][1];
         }
     }
 };

@@ -39,17 +39,19 @@ struct Config {
     static constexpr bool kTransforms = kTransforms_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
-    static constexpr PrefillTile kTile = prefill_tile(kHeadDim, kHeadDimV, kTransforms);
-    static constexpr bool kCuts = cuts_items(kHeadDimV, kTransforms, kLoading);
+    static constexpr PrefillTile kTile = prefill_tile(kHeadDim, kHeadDimV, kTransforms, kLoading);
+    static constexpr bool kCuts = cuts_items(kHeadDimV, kTransforms);
     // Warpgroups leave out items of which they have no rows. Others lack registers for it.
-    static constexpr bool kLeavesOut = kTile.warpgroups == 3 && !kWidens;
+    static constexpr bool kLeavesOut = kTile.warpgroups == 3 && !(kWidens && kHeadDim == 64);
     static constexpr int kRows = kTile.rows();
     static constexpr int kKeys = kTile.keys;
+    static constexpr int kGranules = kKeys / kGranule;
     static constexpr int kSlabs = kHeadDim / kSlabElements;
     static constexpr int kSlabsV = kHeadDimV / kSlabElements;
     static constexpr int kQueryBytes = kRows * kHeadDim * 2;
     static constexpr int kKeyBytes = kKeys * kHeadDim * 2;
     static constexpr int kValueBytes = kKeys * kHeadDimV * 2;
+    static constexpr int kLentGranules = lent_granules(kHeadDim, kLoading);
     // Tiles of 8 bits that the producers are ahead by.
     static constexpr int kRawStages = kWidens ? 2 : 0;
 };
@@ -78,7 +80,9 @@ inline constexpr int32_t kNoMore = -1;  // num_tokens of what comes after the la
 
 inline constexpr int kItems = 4;  // of the ring of items: a power of two
 
-// Tiles of 8 bits, [key][head_dim], and a barrier for each of the three warps that load them.
+inline constexpr int kLoaders = 3;  // warps that bring keys and values
+
+// Tiles of 8 bits, [key][head_dim], and a barrier for each warp that loads them.
 template <class Config, bool = Config::kWidens>
 struct RawTiles {};
 
@@ -86,7 +90,7 @@ template <class Config>
 struct RawTiles<Config, true> {
     char k[Config::kRawStages][Config::kKeys * Config::kHeadDim];
     char v[Config::kRawStages][Config::kKeys * Config::kHeadDimV];
-    uint64_t full[3][Config::kRawStages];
+    uint64_t full[kLoaders][Config::kRawStages];
 };
 
 // Q: [slab][row][128 bytes]. K: [slab][key][128 bytes]. V: [granule][slab][key of 16][128 bytes].
@@ -133,13 +137,42 @@ __device__ __forceinline__ void free_for_others(const Item& item, int tile, uint
 
 // Warps of the producer warpgroup.
 enum class Role : int {
-    kKeys = 0,  // even boxes
+    kKeys = 0,
     kValues = 1,
     kSchedule = 2,  // and queries
-    kMoreKeys = 3,  // odd boxes
+    kMoreKeys = 3,  // and values that are lent
 };
 
-inline constexpr int kLoaders = 3;
+// What a warp brings of every tile: granules of 16 keys or values, kStep apart.
+template <int kWarp_, bool kIsV_, int kFirst_, int kStep_, int kGranules_>
+struct Part {
+    static constexpr int kWarp = kWarp_;  // of the loaders
+    static constexpr bool kIsV = kIsV_;
+    static constexpr int kFirst = kFirst_;
+    static constexpr int kStep = kStep_;
+    static constexpr int kGranules = kGranules_;
+    static constexpr int kRows = kGranules * kGranule;
+    static constexpr int kEnd = kFirst + (kGranules - 1) * kStep + 1;
+
+    static __device__ __forceinline__ bool has(int granule) {
+        return granule >= kFirst && granule < kEnd && granule % kStep == kFirst % kStep;
+    }
+};
+
+// How the three loaders share a tile. (Where the second one has values, too, and all cost work by the row,
+// 4 and 1 granules of keys with 4 and 1 of values take 5 % less time than 3 and 2 with 5: H200.)
+template <class Config>
+struct Parts {
+    static constexpr int kLent = Config::kLentGranules;
+    static constexpr bool kLends = kLent > 0;
+    static constexpr int kStep = kLends ? 1 : 2;
+    static constexpr int kKeys = kLends ? Config::kGranules - kLent : (Config::kGranules + 1) / 2;
+    using Keys = Part<0, false, 0, kStep, kKeys>;
+    using MoreKeys = Part<1, false, kLends ? kKeys : 1, kStep, Config::kGranules - kKeys>;
+    using Values = Part<2, true, 0, 1, Config::kGranules - kLent>;
+    using LentValues =
+        Part<1, true, Config::kGranules - kLent, 1, kLent>;  // by the warp of MoreKeys
+};
 
 // A place in a ring, and whether its barriers are in an odd turn.
 template <int kSize>
@@ -152,6 +185,10 @@ struct RingPlace {
             index = 0;
             turn ^= 1;
         }
+    }
+
+    __device__ __forceinline__ RingPlace previous() const {
+        return index > 0 ? RingPlace{index - 1, turn} : RingPlace{kSize - 1, turn ^ 1};
     }
 
     __device__ __forceinline__ void advance(int32_t steps) {
@@ -169,9 +206,19 @@ public:
 
     __device__ __forceinline__ const Item& wait() {
         sm90::wait(&shared_.item_full[next_ % kItems], next_ / kItems % 2);
-        const Item& item = shared_.items[next_ % kItems];
         ++next_;
-        return item;
+        return item();
+    }
+
+    __device__ __forceinline__ const Item& item() const {
+        return shared_.items[(next_ - 1) % kItems];
+    }
+
+    // The one before.
+    __device__ __forceinline__ bool has_previous() const { return next_ > 1; }
+
+    __device__ __forceinline__ const Item& previous() const {
+        return shared_.items[(next_ - 2) % kItems];
     }
 
     __device__ __forceinline__ void release(const Item& item) {

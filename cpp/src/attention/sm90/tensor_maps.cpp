@@ -4,6 +4,7 @@
 #include "common/cuda.h"
 
 #include <array>
+#include <cstdlib>
 #include <limits>
 
 namespace pagetile::sm90 {
@@ -196,7 +197,8 @@ bool describe_tensors(PrefillParams& params, DType q_dtype, DType kv_dtype, Head
         return true;
     }
     params.loading = Loading::kRows;
-    return !widens && !call.transforms && call.block_table != nullptr && call.copies_16_bytes;
+    return !widens && !call.transforms && call.block_table != nullptr && call.copies_by_places &&
+           std::abs(call.block_table_stride) <= std::numeric_limits<int32_t>::max();
 }
 
 }  // namespace pagetile::sm90

@@ -8,6 +8,13 @@
 
 namespace pagetile::sm90 {
 
+// How keys and values come to shared memory.
+enum class Loading {
+    kBoxes,    // by TMA
+    kRows,     // row by row: pages that TMA has no boxes for
+    kWidened,  // by TMA, and from 8 bits by producer warps
+};
+
 // Each consumer warpgroup has 64 packed rows. All of them share tiles of `keys` keys, which come in
 // rings of `stages`.
 struct PrefillTile {
@@ -25,10 +32,13 @@ struct PrefillTile {
 // registers, K and V in what the queries leave of 227 KB of shared memory. A warp stands still while
 // its products are issued: three warpgroups keep the tensor cores busier than two with tiles twice as
 // wide do (1 x 8192: 7 % fewer clocks). Otherwise wide tiles win, because a row's softmax costs the
-// same for every tile.
+// same for every tile. A third stage is worth 3 % at 1 x 32768, and lets pages without boxes come in time;
+// beside tiles of 8 bits there is no room for it.
 //
 // transforms: scores need more than a positive factor, which takes registers.
-constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v, bool transforms) {
+constexpr PrefillTile prefill_tile(
+    int head_dim, int head_dim_v, bool transforms, Loading loading = Loading::kBoxes
+) {
     if (head_dim <= 64 && transforms) {
         return {.warpgroups = 2, .keys = 160, .stages = 3, .query_buffers = 2};
     }
@@ -39,7 +49,8 @@ constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v, bool transforms
         return {.warpgroups = 2, .keys = 160, .stages = 2, .query_buffers = 2};
     }
     if (head_dim <= 128) {
-        return {.warpgroups = 3, .keys = 80, .stages = 2, .query_buffers = 2};
+        const int stages = loading == Loading::kWidened ? 2 : 3;
+        return {.warpgroups = 3, .keys = 80, .stages = stages, .query_buffers = 2};
     }
     if (head_dim <= 192 && head_dim_v <= 128) {
         return {.warpgroups = 2, .keys = 128, .stages = 2, .query_buffers = 1};
@@ -53,16 +64,15 @@ constexpr PrefillTile prefill_tile(int head_dim, int head_dim_v, bool transforms
 // The head dimensions of the instance that serves these: whole slabs of 64.
 constexpr HeadDims prefill_dims(HeadDims dims) { return dims.k == 96 ? HeadDims{128, 128} : dims; }
 
-// How keys and values come to shared memory.
-enum class Loading {
-    kBoxes,    // by TMA
-    kRows,     // row by row: pages that TMA has no boxes for
-    kWidened,  // by TMA, and from 8 bits by producer warps
-};
-
 // Whether an instance cuts items into pieces: others lack registers for it.
-constexpr bool cuts_items(int head_dim_v, bool transforms, Loading loading) {
-    return head_dim_v <= 128 && !transforms && loading != Loading::kWidened;
+constexpr bool cuts_items(int head_dim_v, bool transforms) {
+    return head_dim_v <= 128 && !transforms;
+}
+
+// Where a copy costs a warp work by the row: so many granules of 16 values are brought by the second warp
+// of keys. (At other head dimensions it lacks registers for it.)
+constexpr int lent_granules(int head_dim, Loading loading) {
+    return loading == Loading::kRows && head_dim == 128 ? 1 : 0;
 }
 
 // Items that may be cut into pieces: so many have counters.

@@ -33,31 +33,32 @@ __device__ __forceinline__ void widen(bool is_e5m2, uint32_t (&pairs)[2], uint32
     }
 }
 
-// The values of a tile at an edge, in shared memory.
+// Values of a tile at an edge, in shared memory.
 template <class Config>
 class EdgeValues {
 public:
     using Element = typename Config::Value;
     static constexpr int kChunks = Config::kSlabsV * 8;  // of 16 bytes, of a key
 
-    // By the warp that loads values: what is not finite of the keys that not all rows see becomes 0.
-    // Mostly there is nothing to do. (Boxes behind the last key that a row sees are zeros.) Else the item
-    // is marked: its results may have to be repaired.
+    // By the warp that has loaded this part of a tile: what is not finite of the keys that not all rows
+    // see becomes 0. Mostly there is nothing to do. (Boxes behind the last key that a row sees are zeros.)
+    // Else the item is marked: its results may have to be repaired. hand_over() is to follow.
+    template <class Mine>
     static __device__ __forceinline__ void clean(
         Shared<Config>& shared, const Item& item, int32_t tile, int stage
     ) {
-        char* const values = shared.v[stage];
-        const int32_t first = tile * Config::kKeys;
-        const auto in_tile = [&](int32_t key) { return min(max(key - first, 0), Config::kKeys); };
-        const int32_t begin_of_all = in_tile(item.keys.all_begin);
-        const int32_t end_of_all = max(in_tile(item.keys.all_end), begin_of_all);
-        const int32_t end_of_box = (in_tile(item.keys.end) + kGranule - 1) / kGranule * kGranule;
+        static_assert(Mine::kIsV && Mine::kStep == 1);
+        char* const values = shared.v[stage] + Mine::kFirst * Config::kSlabsV * kGranuleBytes;
+        const int32_t first = tile * Config::kKeys + Mine::kFirst * kGranule;
+        const auto in_part = [&](int32_t key) { return min(max(key - first, 0), Mine::kRows); };
+        const int32_t begin_of_all = in_part(item.keys.all_begin);
+        const int32_t end_of_all = max(in_part(item.keys.all_end), begin_of_all);
+        const int32_t end_of_box = (in_part(item.keys.end) + kGranule - 1) / kGranule * kGranule;
         const Chunks edges = {begin_of_all * kChunks, end_of_all * kChunks, end_of_box * kChunks};
         if (!__any_sync(kWarp, has_non_finite(values, edges))) [[likely]] {
             return;
         }
         remove_non_finite(values, edges);
-        cutlass::arch::fence_view_async_shared();
         if (threadIdx.x % 32 == 0) {
             shared.is_wild[&item - shared.items] = true;
         }

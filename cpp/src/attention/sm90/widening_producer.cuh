@@ -18,14 +18,20 @@ public:
     __device__ WideningProducer(const PrefillParams& params, Storage& shared)
         : params_(params), shared_(shared) {}
 
-    // Every kStep-th granule of each tile from granule kFirst on, of K or of V.
-    template <bool kIsV, int kFirst, int kStep>
+    __device__ __forceinline__ void load_keys() { load<typename Parts<Config>::Keys>(); }
+
+    __device__ __forceinline__ void load_values() { load<typename Parts<Config>::Values>(); }
+
+    __device__ __forceinline__ void load_more_keys() { load<typename Parts<Config>::MoreKeys>(); }
+
+private:
+    using Raw = RingPlace<Config::kRawStages>;
+
+    template <class Mine>
     __device__ __forceinline__ void load() {
-        constexpr int kMine = kIsV ? 2 : kFirst;
-        uint64_t* loaded = shared_.raw.full[kMine];
         ItemReader<Config> items(shared_);
         RingPlace<kStages> ring;
-        RingPlace<Config::kRawStages> raw;
+        Raw raw;
         // Where copies are: in registers, for behind the stores of a tile a load waits long.
         const Item* place = &items.wait();
         if (place->num_tokens == kNoMore) {
@@ -34,14 +40,16 @@ public:
         Item item = *place;
         int tile = item.last_tile;
         int32_t page = find_page<Config>(params_, item, tile);
-        copy<kIsV, kFirst, kStep>(item, tile, page, raw.index, loaded);
+        copy<Mine>(item, tile, page, raw.index);
         page = find_page<Config>(params_, item, tile - 1);
         while (true) {
             // The tile to widen, and on to the next one.
             const Item* const mine = place;
             const int my_tile = tile;
             const bool is_last = tile == item.first_tile;
-            const bool looks = kIsV && is_at_edge<Config>(item, tile) != 0;
+            const bool looks = Mine::kIsV && is_at_edge<Config>(item, tile) != 0;
+            const bool has_others =
+                Config::kLeavesOut && item.warpgroups < Config::kTile.warpgroups;
             if (is_last) {
                 place = &items.wait();
                 item = *place;
@@ -54,23 +62,10 @@ public:
                 if (is_last) {
                     page = find_page<Config>(params_, item, tile);
                 }
-                copy<kIsV, kFirst, kStep>(item, tile, page, raw.index ^ 1, loaded);
+                copy<Mine>(item, tile, page, raw.index ^ 1);
                 page = find_page<Config>(params_, item, tile - 1);
             }
-            wait(&loaded[raw.index], raw.turn);
-            wait(kIsV ? &shared_.v_free[ring.index] : &shared_.k_free[ring.index], ring.turn ^ 1);
-            const char* from = raw_tile<kIsV>(raw.index);
-            char* to = kIsV ? shared_.v[ring.index] : shared_.k[ring.index];
-            if (params_.is_e5m2) {
-                widen_granules<cutlass::float_e5m2_t, kIsV, kFirst, kStep>(from, to);
-            } else {
-                widen_granules<cutlass::float_e4m3_t, kIsV, kFirst, kStep>(from, to);
-            }
-            __syncwarp();
-            if (looks) {
-                EdgeValues<Config>::clean(shared_, *mine, my_tile, ring.index);
-            }
-            hand_over(kIsV ? &shared_.v_full[ring.index] : &shared_.k_full[ring.index]);
+            widen<Mine>(*mine, my_tile, looks, has_others, ring, raw);
             ring.advance();
             raw.advance();
             if (is_last) {
@@ -82,32 +77,31 @@ public:
         }
     }
 
-    template <bool kIsV>
+    template <class Mine>
     __device__ __forceinline__ char* raw_tile(int stage) const {
-        return kIsV ? shared_.raw.v[stage] : shared_.raw.k[stage];
+        return Mine::kIsV ? shared_.raw.v[stage] : shared_.raw.k[stage];
     }
 
     // The boxes of the warp's granules, each by the lane that knows its page. (By one lane for all of
     // them, pages by shuffles: 10 % of the time more, H200.)
-    template <bool kIsV, int kFirst, int kStep>
+    template <class Mine>
     __device__ __forceinline__ void copy(
-        const Item& item, int tile, int32_t page, int stage, uint64_t* full_of_warp
-    ) {
-        constexpr int kRowBytes = kIsV ? Config::kHeadDimV : Config::kHeadDim;
-        constexpr int kBoxes = (Config::kKeys / kGranule - kFirst + kStep - 1) / kStep;
-        uint64_t* full = &full_of_warp[stage];
+        const Item& item, int tile, int32_t page, int stage
+    ) const {
+        constexpr int kRowBytes = Mine::kIsV ? Config::kHeadDimV : Config::kHeadDim;
+        uint64_t* full = &shared_.raw.full[Mine::kWarp][stage];
         const int32_t in_tile = static_cast<int32_t>(threadIdx.x % 32) * params_.box_rows;
         const int32_t offset = find_offset(params_, item, tile * Config::kKeys + in_tile);
         if (threadIdx.x % 32 == 0) {
-            ClusterTransactionBarrier::arrive_and_expect_tx(full, kBoxes * kGranule * kRowBytes);
+            ClusterTransactionBarrier::arrive_and_expect_tx(full, Mine::kRows * kRowBytes);
         }
         __syncwarp();  // and all have read the tile that was there
-        if (in_tile < Config::kKeys && in_tile / kGranule % kStep == kFirst) {
+        if (Mine::has(in_tile / kGranule)) {
             cute::SM90_TMA_LOAD_4D::copy(
-                kIsV ? &params_.pages.v : &params_.pages.k,
+                Mine::kIsV ? &params_.pages.v : &params_.pages.k,
                 full,
                 kEvictNormal,
-                raw_tile<kIsV>(stage) + in_tile * kRowBytes,
+                raw_tile<Mine>(stage) + in_tile * kRowBytes,
                 0,
                 offset,
                 item.kv_head,
@@ -117,14 +111,41 @@ public:
         __syncwarp();
     }
 
+    template <class Mine>
+    __device__ __forceinline__ void widen(
+        const Item& item, int tile, bool looks, bool has_others, RingPlace<kStages> ring, Raw raw
+    ) const {
+        uint64_t* const free =
+            Mine::kIsV ? &shared_.v_free[ring.index] : &shared_.k_free[ring.index];
+        wait(&shared_.raw.full[Mine::kWarp][raw.index], raw.turn);
+        wait(free, ring.turn ^ 1);
+        const char* from = raw_tile<Mine>(raw.index);
+        char* to = Mine::kIsV ? shared_.v[ring.index] : shared_.k[ring.index];
+        if (params_.is_e5m2) {
+            widen_granules<cutlass::float_e5m2_t, Mine>(from, to);
+        } else {
+            widen_granules<cutlass::float_e4m3_t, Mine>(from, to);
+        }
+        if constexpr (Mine::kIsV) {
+            if (looks) {
+                __syncwarp();
+                EdgeValues<Config>::template clean<Mine>(shared_, item, tile, ring.index);
+            }
+        }
+        hand_over(Mine::kIsV ? &shared_.v_full[ring.index] : &shared_.k_full[ring.index]);
+        if (Mine::kFirst == 0 && has_others && threadIdx.x % 32 == 0) {
+            free_for_others<Config, Mine::kIsV>(item, tile, free);
+        }
+    }
+
     // A lane takes 16 elements at a time, 16 bytes that become twice as many. Eight lanes have four such
     // parts of two rows, which are chosen so that they meet no bank twice: rows of 128 bytes are swizzled
     // on both sides.
-    template <class Stored, bool kIsV, int kFirst, int kStep>
+    template <class Stored, class Mine>
     static __device__ __forceinline__ void widen_granules(const char* from, char* to) {
+        constexpr bool kIsV = Mine::kIsV;
         constexpr int kSlabs = kIsV ? Config::kSlabsV : Config::kSlabs;
         constexpr int kRowBytes = kSlabs * kSlabElements;
-        constexpr int kGranules = Config::kKeys / kGranule;
         static_assert(kSlabs <= 2);
         const auto lane = static_cast<int>(threadIdx.x % 32);
         const int part = lane % 4;
@@ -132,7 +153,7 @@ public:
         const int row = kSlabs == 2 ? lane / 8 ^ (is_second ? 5 : 0)
                                     : lane / 8 * 2 + (is_second ? 1 : 0);  // of eight
 #pragma unroll 1
-        for (int granule = kFirst; granule < kGranules; granule += kStep) {
+        for (int granule = Mine::kFirst; granule < Mine::kEnd; granule += Mine::kStep) {
             // All loads first: the compiler does not know that they read other memory than is stored to.
             uint4 bytes[2 * kSlabs];
 #pragma unroll
