@@ -102,7 +102,7 @@ def draw_turn() -> Drawing:
 # Shared memory
 
 KB = 1024
-ROWS, KEYS, HEAD_DIM, STAGES, BUFFERS = 192, 80, 128, 2, 2
+ROWS, KEYS, HEAD_DIM, STAGES, BUFFERS = 192, 80, 128, 3, 2
 LIMIT = 227 * KB
 SLAB = 64  # elements
 BOX = 16  # keys
@@ -123,7 +123,7 @@ def draw_shared() -> Drawing:
         d.rect(x, top, size / LIMIT * width, 40, colour, INK, f"{name}: {size // KB} KB")
         x += size / LIMIT * width
     d.rect(x, top, 6, 40, GREY, INK)
-    d.rect(x + 6, top, left + width - x - 6, 40, "#ffffff", INK, "50 KB free", 11)
+    d.rect(x + 6, top, left + width - x - 6, 40, "#ffffff", INK, "", 11)
     d.text(x, top + 54, "barriers, 4 items", 11, "start", GREY)
 
     boxes, box = KEYS // BOX, 26.0
