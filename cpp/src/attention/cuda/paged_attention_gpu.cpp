@@ -237,16 +237,18 @@ bool is_plan_for(const PlanShape& shape, const PlanParams& step, Gpu gpu) {
     return plan_shape(step, gpu).long_rows == shape.long_rows;
 }
 
-// Whether the prefill kernel that would run cuts items. The portable one does not.
+// Whether the prefill kernel that would run makes good use of few tiles: it cuts items, and warpgroups leave
+// out those of which they have no rows. The portable one does neither, nor what widens 64 elements the latter.
 bool cuts_items(const AttentionParams& params, HeadDims dims) {
     if (transforms_scores(params)) {
         return false;
     }
 #if PAGETILE_HAS_SM90
     constexpr int64_t kLeastBox = 8;  // keys
+    const bool has_boxes = params.block_table == nullptr || params.page_size % kLeastBox == 0;
     return !is_float8(params.kv_dtype) ||
-           (sm90::can_widen(params.q_dtype, sm90::prefill_dims(dims), false) &&
-            (params.block_table == nullptr || params.page_size % kLeastBox == 0));
+           (has_boxes && dims.k > 64 &&
+            sm90::can_widen(params.q_dtype, sm90::prefill_dims(dims), false));
 #else
     return !is_float8(params.kv_dtype);
 #endif
