@@ -10,7 +10,7 @@ INSTALLED := .pagetile-cuda-$(PAGETILE_CUDA)
 SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake cpp python tools/build_backend -type f ! -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint coverage bench wheel cuda cpp-example cpp-example-gpu clean
+.PHONY: help demo test lint sanitize coverage bench wheel cuda cpp-example cpp-example-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -24,6 +24,9 @@ test: $(VENV)/$(INSTALLED) ## run the tests against the installed package (PAGET
 lint: $(VENV)/$(INSTALLED) ## check formats, ruff, and the types of the installed package
 	$(BIN)/pre-commit run --all-files --show-diff-on-failure
 	$(BIN)/mypy --strict -p pagetile
+
+sanitize: $(VENV)/.tools ## run tests on a CPU build with the address and undefined-behaviour sanitizers
+	tools/sanitize_cpu.sh $(VENV) $(PYTEST_ARGS)
 
 coverage: $(VENV)/.tools ## run the tests on an instrumented build; fail under 95 % of lines, Python or C++
 	tools/coverage.sh $(VENV)

@@ -144,7 +144,10 @@ PAGETILE_HOST_DEVICE int64_t divide_up(int64_t n, int64_t divisor) {
 // Keys [begin, end) that a query token sees. The last token stands at the last key.
 PAGETILE_HOST_DEVICE KeyRange
 visible_keys(const PlanShape& shape, int32_t q_len, int32_t kv_len, int32_t token) {
-    const int32_t diagonal = token + kv_len - q_len;
+    // Modulo 2^32: the sum on the way may not fit.
+    const auto diagonal = static_cast<int32_t>(
+        static_cast<uint32_t>(token) + static_cast<uint32_t>(kv_len) - static_cast<uint32_t>(q_len)
+    );
     const int32_t left = shape.window_left;
     const int32_t right = shape.window_right;
     KeyRange keys = {0, kv_len};
