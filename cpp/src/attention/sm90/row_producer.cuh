@@ -127,8 +127,7 @@ private:
         for (int turn = 0; turn < kTurns<Mine>; ++turn) {
             rows[turn] = find_rows<Mine>(item, tile, turn, pages[turn]);
         }
-        uint64_t* const free =
-            Mine::kIsV ? &shared_.v_free[ring.index] : &shared_.k_free[ring.index];
+        uint64_t* const free = free_of<Mine>(shared_, ring.index);
         wait(free, ring.turn ^ 1);
         copy<Mine>(rows, ring.index);
         if (Mine::kFirst == 0 && threadIdx.x % 32 == 0) {
@@ -145,7 +144,7 @@ private:
                 EdgeValues<Config>::template clean<Mine>(shared_, item, tile, stage);
             }
         }
-        hand_over(Mine::kIsV ? &shared_.v_full[stage] : &shared_.k_full[stage]);
+        hand_over(full_of<Mine>(shared_, stage));
     }
 
     // The lane's key in the tile, of the rows of a turn; none from kKeys on.

@@ -159,6 +159,17 @@ struct Part {
     }
 };
 
+// The barriers of a stage of the ring that a part belongs to.
+template <class Mine, class Config>
+__device__ __forceinline__ uint64_t* full_of(Shared<Config>& shared, int stage) {
+    return Mine::kIsV ? &shared.v_full[stage] : &shared.k_full[stage];
+}
+
+template <class Mine, class Config>
+__device__ __forceinline__ uint64_t* free_of(Shared<Config>& shared, int stage) {
+    return Mine::kIsV ? &shared.v_free[stage] : &shared.k_free[stage];
+}
+
 // How the three loaders share a tile. (Where the second one has values, too, and all cost work by the row,
 // 4 and 1 granules of keys with 4 and 1 of values take 5 % less time than 3 and 2 with 5: H200.)
 template <class Config>

@@ -115,8 +115,7 @@ private:
     __device__ __forceinline__ void widen(
         const Item& item, int tile, bool looks, bool has_others, RingPlace<kStages> ring, Raw raw
     ) const {
-        uint64_t* const free =
-            Mine::kIsV ? &shared_.v_free[ring.index] : &shared_.k_free[ring.index];
+        uint64_t* const free = free_of<Mine>(shared_, ring.index);
         wait(&shared_.raw.full[Mine::kWarp][raw.index], raw.turn);
         wait(free, ring.turn ^ 1);
         const char* from = raw_tile<Mine>(raw.index);
@@ -132,7 +131,7 @@ private:
                 EdgeValues<Config>::template clean<Mine>(shared_, item, tile, ring.index);
             }
         }
-        hand_over(Mine::kIsV ? &shared_.v_full[ring.index] : &shared_.k_full[ring.index]);
+        hand_over(full_of<Mine>(shared_, ring.index));
         if (Mine::kFirst == 0 && has_others && threadIdx.x % 32 == 0) {
             free_for_others<Config, Mine::kIsV>(item, tile, free);
         }
