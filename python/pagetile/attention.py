@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pagetile import _C
@@ -133,13 +134,16 @@ def paged_attention(
     if cu_seqlens_q is None:
         raise TypeError("paged_attention: cu_seqlens_q must be a DLPack tensor, got None")
     return attend(
+        out,
+        softmax_lse,
+        workspace,
+        return_softmax_lse,
         q,
         k_cache,
         v_cache,
         block_table,
         seqused_k,
         cu_seqlens_q,
-        None,
         max_seqlen_q,
         max_seqlen_k,
         softmax_scale,
@@ -156,47 +160,43 @@ def paged_attention(
         num_splits,
         batch_invariant,
         plan,
-        workspace,
         pdl,
-        out,
-        return_softmax_lse,
-        softmax_lse,
         validate,
         stream,
     )
 
 
 def attend(
+    out: Any,
+    softmax_lse: Any,
+    workspace: Any,
+    return_softmax_lse: bool,
     q: Any,
     k_cache: Any,
     v_cache: Any,
     block_table: Any,
     seqused_k: Any,
     cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
     max_seqlen_q: int,
-    max_seqlen_k: int | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Any,
-    sinks: Any,
-    q_scale: Any,
-    k_scale: Any,
-    v_scale: Any,
-    kv_dtype: str,
-    layout: str,
-    num_splits: int,
-    batch_invariant: bool,
-    plan: Plan | None,
-    workspace: Any,
-    pdl: bool,
-    out: Any,
-    return_softmax_lse: bool,
-    softmax_lse: Any,
-    validate: bool | None,
-    stream: Any,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_dtype: str = "auto",
+    layout: str = "NHD",
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    plan: Plan | None = None,
+    pdl: bool = False,
+    validate: bool | None = None,
+    stream: Any = None,
+    cu_seqlens_k: Any = None,
 ) -> Any:
     """Allocate the results that are not given and call the extension, for every door to attention.
 
@@ -273,7 +273,7 @@ def attend(
     return out, softmax_lse if given_lse else finish(q, softmax_lse)
 
 
-def window_sides(function: str, window: tuple[int, int]) -> tuple[int, int]:
+def window_sides(function: str, window: Sequence[int]) -> tuple[int, int]:
     """Return (left, right), or say that the window is no pair."""
     try:
         left, right = window

@@ -27,6 +27,7 @@ queries need a release that exports float8 through DLPack; fp8 caches do not.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import weakref
 from collections.abc import Callable, Iterable
@@ -187,69 +188,30 @@ def _kernel_cache_write(
     _note_write(*written)
 
 
+# Inputs stand as in the schema, whose order is that of `attend`. PyTorch leaves out those at the end
+# that have their default.
+_ATTENTION_NAMES = tuple(inspect.signature(attend).parameters)[4:]
+_PLAN = _ATTENTION_NAMES.index("plan")
+
+
 def _attend(
     out: Tensor | None,
     softmax_lse: Tensor | None,
     workspace: Tensor | None,
     return_softmax_lse: bool,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seqused_k: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    kv_dtype: str = "auto",
-    layout: str = "NHD",
-    num_splits: int = 0,
-    batch_invariant: bool = False,
-    plan: Tensor | None = None,
-    pdl: bool = False,
+    *inputs: Any,
 ) -> Any:
-    if not _EXPORTS_FLOAT8:
-        k_cache, v_cache, kv_dtype = _as_bytes("paged_attention", k_cache, v_cache, kv_dtype)
-    return attend(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seqused_k,
-        cu_seqlens_q,
-        None,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        causal,
-        window,
-        softcap,
-        alibi_slopes,
-        sinks,
-        q_scale,
-        k_scale,
-        v_scale,
-        kv_dtype,
-        layout,
-        num_splits,
-        batch_invariant,
-        None if plan is None else _plan_of("paged_attention", plan),
-        workspace,
-        pdl,
-        out,
-        return_softmax_lse,
-        softmax_lse,
-        None,
-        None,
+    if len(inputs) > _PLAN and inputs[_PLAN] is not None:
+        plan = _plan_of("paged_attention", inputs[_PLAN])
+        inputs = (*inputs[:_PLAN], plan, *inputs[_PLAN + 1 :])
+    if _EXPORTS_FLOAT8:
+        return attend(out, softmax_lse, workspace, return_softmax_lse, *inputs)
+    given = dict(zip(_ATTENTION_NAMES, inputs, strict=False))
+    k_cache, v_cache, kv_dtype = _as_bytes(
+        "paged_attention", inputs[1], inputs[2], given.get("kv_dtype", "auto")
     )
+    given |= {"k_cache": k_cache, "v_cache": v_cache, "kv_dtype": kv_dtype}
+    return attend(out, softmax_lse, workspace, return_softmax_lse, **given)
 
 
 _kernel_attention = functools.partial(_attend, None, None, None, False)

@@ -273,10 +273,10 @@ def flash_attn_varlen_func(
     window = (-1, -1) if window_size is None else window_size
     return _call(
         attend, function, _VARLEN_NAMES,
-        q, k, v, block_table, seqused_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        out, None, None, return_softmax_lse,
+        q, k, v, block_table, seqused_k, cu_seqlens_q, max_seqlen_q, max_seqlen_k,
         softmax_scale, causal, window, softcap, alibi_slopes, s_aux,
-        q_descale, k_descale, v_descale, "auto", "NHD", num_splits, False, None, None, False,
-        out, return_softmax_lse, None, None, None,
+        q_descale, k_descale, v_descale, num_splits=num_splits, cu_seqlens_k=cu_seqlens_k,
     )  # fmt: skip
 
 
@@ -500,9 +500,10 @@ def _decode(
         )
     _call(
         attend, function, _DECODE_NAMES,
-        query, key_cache, value_cache, block_tables, seq_lens, None, None, 1, max_seq_len,
-        scale, False, (-1, -1), 0.0, alibi_slopes, None, None, k_scale, v_scale,
-        kv_cache_dtype, "legacy", 0, False, None, None, False, out, False, None, None, None,
+        out, None, None, False,
+        query, key_cache, value_cache, block_tables, seq_lens, None, 1, max_seq_len, scale, False,
+        alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale,
+        kv_dtype=kv_cache_dtype, layout="legacy",
     )  # fmt: skip
 
 

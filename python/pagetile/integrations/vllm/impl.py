@@ -220,27 +220,17 @@ class PagetileImpl(AttentionImpl):  # type: ignore[misc]
         assert key is not None and value is not None  # only cross attention comes without
         num_tokens = metadata.num_actual_tokens
         attend(
-            query,
-            key[:num_tokens],
-            value[:num_tokens],
+            out,
+            softmax_lse,
+            q=query,
+            k_cache=key[:num_tokens],
+            v_cache=value[:num_tokens],
             block_table=None,
             seqused_k=None,
             cu_seqlens_k=metadata.query_start_loc,
             max_seqlen_k=metadata.max_query_len,
             sinks=self.sinks,
-            q_scale=None,
-            k_scale=None,
-            v_scale=None,
-            kv_dtype="auto",
-            layout="NHD",
-            num_splits=0,
-            plan=None,
-            pdl=False,
-            out=out,
             return_softmax_lse=softmax_lse is not None,
-            softmax_lse=softmax_lse,
-            validate=None,
-            stream=None,
             **self._options(metadata, causal),
         )
 
