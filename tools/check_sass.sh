@@ -47,7 +47,7 @@ list_code | awk '
             end_turn()
             if (!has["HGMMA"]) complain("no HGMMA")
             if (!has["UTMALDG"]) complain("no UTMALDG")
-            if (turns < 1 || turns < products - 1) {  # the first scores are multiplied alone
+            if (turns < 1 || turns + together < products - 1) {  # the first scores are multiplied alone
                 complain("scores " products " times, with values under way " turns " times")
             }
         } else {
@@ -66,7 +66,7 @@ list_code | awk '
                name ~ /4sm8015split_kv_kernel/ ? "split-KV" : \
                name ~ /4sm8022split_kv_beside_kernel/ && arch == "sm_90a" ? "beside" : ""  # elsewhere it is empty
         split("", has)
-        local = turns = products = keys = 0
+        local = turns = together = products = keys = under_way = 0
         turn = ""
         next
     }
@@ -82,6 +82,7 @@ list_code | awk '
 
     code ~ /^HGMMA/ {
         end_turn()
+        under_way += /gsb0/
         if ($0 !~ /tnspB/) {
             match(code, /x[0-9]+x/)
             keys = substr(code, RSTART + 1, RLENGTH - 2)
@@ -95,7 +96,9 @@ list_code | awk '
         if (turn == "softmax" && early < keys / 2) {
             complain("only " early " exponentials of " keys / 2 " before the wait for the values")
         }
+        together += turn == "" && under_way == 2  # a turn that waits for both products, then weighs
         turn = turn == "softmax" ? "waited" : ""
+        under_way = 0
         next
     }
 

@@ -87,7 +87,7 @@ public:
             }
             // Again: else ptxas adds one in a branch, and makes every product wait for the one before.
             cute::warpgroup_arrive();
-            start_values(is_new == 0);
+            start_values(weights_, is_new == 0);
             const int32_t next_at_edge = is_at_edge<Config>(*next, next_tile);
             cute::warpgroup_wait<1>();
             end_scores(next_tile == first, left_out(*next, first));
@@ -114,7 +114,7 @@ public:
         }
         wait_for_values(left_out(*item, first));
         cute::warpgroup_arrive();
-        start_values(is_new == 0);
+        start_values(weights_, is_new == 0);
         cute::warpgroup_wait<0>();
         end_item(*item, softmax_.largest, softmax_.sum);
     }
@@ -137,25 +137,50 @@ private:
         }
     }
 
-    // On to the last of those tiles that all rows see in full, but for an item's last one: the same
-    // with nothing to ask, so that instructions stand in the order in which they run.
+    // Through tiles that all rows see in full, but for an item's last one: the same with nothing to ask, so
+    // that instructions stand in the order in which they run.
     __device__ __forceinline__ void pass_inside(const Item& item, int32_t& tile, int32_t first) {
         const int32_t first_inside = (item.keys.all_begin + kKeys - 1) / kKeys;
         const int32_t end = max(first_inside, first + 1);
-        while (tile > end) {
-            wait(&shared_.k_full[k_.index], k_.turn);
-            cute::warpgroup_arrive();
-            start_scores();
-            wait(&shared_.v_full[v_.index], v_.turn);
-            cute::warpgroup_arrive();
-            start_values(true);
+        if constexpr (Config::kKeepsWeights) {
+            uint32_t other[kKeys / 4];
+            while (tile > end + 1) {
+                pass_tile(weights_, other);
+                pass_tile(other, weights_);
+                tile -= 2;
+            }
+        } else {
+            while (tile > end) {
+                pass_tile(weights_, weights_);
+                --tile;
+            }
+        }
+    }
+
+    // A turn. Without registers for the next tile's weights beside this one's, only the other warpgroups'
+    // softmax runs while this one's products do; then stages are free the earlier.
+    __device__ __forceinline__ void pass_tile(
+        const uint32_t (&weights)[kKeys / 4], uint32_t (&next)[kKeys / 4]
+    ) {
+        wait(&shared_.k_full[k_.index], k_.turn);
+        cute::warpgroup_arrive();
+        start_scores();
+        wait(&shared_.v_full[v_.index], v_.turn);
+        cute::warpgroup_arrive();
+        start_values(weights, true);
+        if constexpr (Config::kKeepsWeights) {
             cute::warpgroup_wait<1>();
             end_scores(false, 0);
-            --tile;
-            weigh(0);
-            pack_weights();
-            rescale();
+            softmax_.template step_at_once<typename Config::Value>(scores_, factor_, next);
+            cute::warpgroup_wait<0>();
+            end_values(0);
+        } else {
+            cute::warpgroup_wait<0>();
+            end_scores(false, 0);
+            end_values(0);
+            softmax_.template step_at_once<typename Config::Value>(scores_, factor_, next);
         }
+        rescale();
     }
 
     // The softmax of the next tile while this one's values are multiplied, and their end.
@@ -201,14 +226,15 @@ private:
         num_queries_ += is_last_of_item ? 1 : 0;  // without a branch it stays a uniform register
     }
 
-    __device__ __forceinline__ void start_values(bool adds) {
+    __device__ __forceinline__ void
+    start_values(const uint32_t (&weights)[kKeys / 4], bool adds) {
         constexpr int kSteps = kKeys / kGranule;
         const Operand v = Operand::at(shared_.v[0], kGranuleBytes)
                               .plus(static_cast<uint32_t>(v_.index * Config::kValueBytes));
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             multiply_values<typename Config::Value, Config::kHeadDimV>(
-                weights_ + 4 * step,
+                weights + 4 * step,
                 v.plus(step * Config::kSlabsV * kGranuleBytes),
                 out_,
                 step > 0 || adds

@@ -162,11 +162,49 @@ public:
         }
     }
 
-    // Scores become weights. The vote also holds back the exponentials until both rows have their maximum:
-    // else ptxas takes one row after the other, and all wait for the second one's shuffles.
+    // Scores become weights, in their place.
     template <int kScores>
     __device__ __forceinline__ void step(float (&scores)[kScores], float factor) {
-        constexpr float kGrowth = 8.0f;
+        raise(scores, factor);
+        float sums[2];
+        weigh(scores, factor, sums, [&](int j, const float (&four)[4]) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                scores[j + i] = four[i];
+            }
+        });
+        add(sums);
+    }
+
+    // Scores of a tile that all rows see, after others, go to weights. A maximum seldom grows, so scores are
+    // weighed before anybody has looked for theirs: a weight above 2^8 makes a sum that is, too, or a NaN,
+    // and then they are weighed again. It is the same to the bit.
+    template <class Element, int kScores>
+    __device__ __forceinline__ void step_at_once(
+        const float (&scores)[kScores], float factor, uint32_t (&weights)[kScores / 2]
+    ) {
+        constexpr float kMost = 1 << kGrowth;
+        float sums[2];
+        const auto keep = [&](int j, const float (&four)[4]) {
+            weights[j / 2] = pack(Element{}, four[0], four[1]);
+            weights[j / 2 + 1] = pack(Element{}, four[2], four[3]);
+        };
+        weigh(scores, factor, sums, keep);
+        has_grown = __any_sync(kWarp, !(sums[0] <= kMost) | !(sums[1] <= kMost));
+        if (has_grown) [[unlikely]] {
+            raise(scores, factor);
+            weigh(scores, factor, sums, keep);
+        }
+        add(sums);
+    }
+
+private:
+    static constexpr int kGrowth = 8;
+
+    // The vote also holds back the exponentials until both rows have their maximum: else ptxas takes one
+    // row after the other, and all wait for the second one's shuffles.
+    template <int kScores>
+    __device__ __forceinline__ void raise(const float (&scores)[kScores], float factor) {
         float top[2] = {fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3])};
 #pragma unroll
         for (int j = 4; j < kScores; j += 4) {
@@ -190,19 +228,33 @@ public:
                 largest[i] = now;
             }
         }
+    }
+
+    // keep(j, four) gets the weights of scores j to j + 3; sums are this thread's, of each row.
+    template <int kScores, class Keep>
+    __device__ __forceinline__ void weigh(
+        const float (&scores)[kScores], float factor, float (&sums)[2], const Keep& keep
+    ) const {
         float part[2][2] = {};
 #pragma unroll
         for (int j = 0; j < kScores; j += 4) {
+            float four[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                scores[j + i] = ptx::exp2_in_place(fmaf(scores[j + i], factor, -largest[i / 2]));
-                part[i / 2][i % 2] += scores[j + i];
+                four[i] = ptx::exp2_in_place(fmaf(scores[j + i], factor, -largest[i / 2]));
+                part[i / 2][i % 2] += four[i];
             }
+            keep(j, four);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            sum[i] += part[i][0] + part[i][1];
+            sums[i] = part[i][0] + part[i][1];
         }
+    }
+
+    __device__ __forceinline__ void add(const float (&sums)[2]) {
+        sum[0] += sums[0];
+        sum[1] += sums[1];
     }
 };
 

@@ -43,6 +43,8 @@ struct Config {
     static constexpr bool kCuts = cuts_items(kHeadDimV, kTransforms);
     // Warpgroups leave out items of which they have no rows. Others lack registers for it.
     static constexpr bool kLeavesOut = kTile.warpgroups == 3 && !(kWidens && kHeadDim == 64);
+    // There are registers for the weights of two tiles.
+    static constexpr bool kKeepsWeights = kHeadDim != 128;
     static constexpr int kRows = kTile.rows();
     static constexpr int kKeys = kTile.keys;
     static constexpr int kGranules = kKeys / kGranule;
