@@ -188,8 +188,8 @@ def _kernel_cache_write(
     _note_write(*written)
 
 
-# Inputs stand as in the schema, whose order is that of `attend`. PyTorch leaves out those at the end
-# that have their default.
+# Inputs stand as in the schema, whose order is that of `attend`. PyTorch leaves out those at the
+# end that have their default.
 _ATTENTION_NAMES = tuple(inspect.signature(attend).parameters)[4:]
 _PLAN = _ATTENTION_NAMES.index("plan")
 

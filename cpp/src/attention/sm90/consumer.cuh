@@ -226,8 +226,7 @@ private:
         num_queries_ += is_last_of_item ? 1 : 0;  // without a branch it stays a uniform register
     }
 
-    __device__ __forceinline__ void
-    start_values(const uint32_t (&weights)[kKeys / 4], bool adds) {
+    __device__ __forceinline__ void start_values(const uint32_t (&weights)[kKeys / 4], bool adds) {
         constexpr int kSteps = kKeys / kGranule;
         const Operand v = Operand::at(shared_.v[0], kGranuleBytes)
                               .plus(static_cast<uint32_t>(v_.index * Config::kValueBytes));
