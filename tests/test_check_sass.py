@@ -10,7 +10,11 @@ import pytest
 TOOL = Path(__file__).parent.parent / "tools" / "check_sass.sh"
 
 LAUNCH = "_ZN8pagetile4sm{}{}E"
-FUNCTIONS = {"split_kv": "15split_kv_kernel", "beside": "22split_kv_beside_kernel"}
+FUNCTIONS = {
+    "split_kv": "15split_kv_kernel",
+    "beside": "22split_kv_beside_kernel",
+    "wgmma_128": "14prefill_kernelIN7cutlass10bfloat16_tELi128ELi128ELb0EE",
+}
 KEYS = 16
 SCORES = [f"HGMMA.64x{KEYS}x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"]
 VALUES = ["HGMMA.64x128x16.F32.BF16 R104, R20, gdesc[UR8].tnspB, R104, gsb0"]
@@ -20,6 +24,7 @@ WEIGHTS = ["MUFU.EX2 R4, R4"] * (KEYS // 2 + 2)
 SINKS = [*["@P0 MUFU.EX2 R6, R6"] * 4, *["MUFU.EX2 R8, R8"] * 2]  # and of pieces
 BEGIN = ["UTMALDG.4D [UR8], [UR4]", *SCORES, *WAIT_FOR_ALL, *WEIGHTS]
 TURN = [*SCORES, *VALUES, *WAIT_FOR_SCORES, *WEIGHTS, *WAIT_FOR_ALL, *SINKS]
+TOGETHER = [*SCORES, *VALUES, *WAIT_FOR_ALL, *WEIGHTS]
 END = [*VALUES, *WAIT_FOR_ALL]
 WGMMA = [*BEGIN, *TURN, *END]
 PORTABLE = ["LDGSTS.E.BYPASS.128 [R2], desc[UR4][R4.64]", "HMMA.16816.F32 R4, R8, R2, R4"]
@@ -30,7 +35,7 @@ def listing(arch: str, **kernels: list[str]) -> str:
     """As cuobjdump -sass prints it."""
     lines = [f"\tcode for {arch}", f"\t.target\t{arch}"]
     for name, codes in kernels.items():
-        family = "90" if name == "wgmma" else "80"
+        family = "90" if name.startswith("wgmma") else "80"
         function = FUNCTIONS.get(name, "14prefill_kernel")
         lines += ["", f"\t\tFunction : {LAUNCH.format(family, function)}"]
         for i, code in enumerate(codes):
@@ -46,9 +51,13 @@ def check(text: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 def hopper(
-    wgmma: list[str] = WGMMA, portable: list[str] = PORTABLE, beside: list[str] = BESIDE
+    wgmma: list[str] = WGMMA,
+    portable: list[str] = PORTABLE,
+    beside: list[str] = BESIDE,
+    **more: list[str],
 ) -> str:
-    return listing("sm_90a", wgmma=wgmma, portable=portable, split_kv=PORTABLE, beside=beside)
+    kernels = {"wgmma": wgmma, "portable": portable, "split_kv": PORTABLE, "beside": beside}
+    return listing("sm_90a", **kernels, **more)
 
 
 def test_right_code_passes(tmp_path):
@@ -56,6 +65,11 @@ def test_right_code_passes(tmp_path):
     done = check(text, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "6 attention kernels" in done.stdout
+
+
+def test_one_turn_waits_for_both_products_at_head_dim_128(tmp_path):
+    done = check(hopper(wgmma_128=[*BEGIN, *TURN, *TOGETHER, *END]), tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 HOISTED = [*SCORES, *VALUES, *WAIT_FOR_SCORES, *WAIT_FOR_ALL, *WEIGHTS]
@@ -71,6 +85,11 @@ SERIAL = [*SCORES, *WAIT_FOR_ALL, *VALUES, *WEIGHTS, *WAIT_FOR_ALL]
         (hopper([*BEGIN, *HALF_HOISTED, *END]), "7 exponentials behind the wait"),
         (hopper([*BEGIN, *SERIAL, *END]), "scores 2 times, with values under way 0 times"),
         (hopper([*BEGIN, *TURN, *SERIAL, *END]), "scores 3 times, with values under way 1 times"),
+        (hopper([*BEGIN, *TURN, *TOGETHER, *END]), "1 turns wait for scores and values at once"),
+        (
+            hopper(wgmma_128=[*BEGIN, *TURN, *TOGETHER, *TOGETHER, *END]),
+            "2 turns wait for scores and values at once",
+        ),
         (hopper(WGMMA[1:]), "no UTMALDG"),
         (hopper(PORTABLE), "no HGMMA"),
         (hopper([*WGMMA, "@!P1 STL.64 [R1], R2"]), "1 accesses to local memory"),

@@ -138,7 +138,7 @@ private:
     }
 
     // Through tiles that all rows see in full, but for an item's last one: the same with nothing to ask, so
-    // that instructions stand in the order in which they run.
+    // that instructions stand in the order in which they run. Where tiles go by twos, one may be left over.
     __device__ __forceinline__ void pass_inside(const Item& item, int32_t& tile, int32_t first) {
         const int32_t first_inside = (item.keys.all_begin + kKeys - 1) / kKeys;
         const int32_t end = max(first_inside, first + 1);
