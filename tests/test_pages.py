@@ -81,7 +81,9 @@ def test_options_has_every_variable():
         for path in (ROOT / folder).rglob("*")
         if path.suffix in {".cpp", ".h", ".cmake", ".py", ".sh"}
     ]
-    found = set().union(*(variables_in(path.read_text()) for path in files if path != Path(__file__)))
+    found = set().union(
+        *(variables_in(path.read_text()) for path in files if path != Path(__file__))
+    )
     cmake = set(re.findall(r"option\((\w+)", (ROOT / "cmake/Options.cmake").read_text()))
     wanted = {name for name in found | cmake if name.startswith(OURS)}
     assert {"PAGETILE_VALIDATE", "PAGETILE_CPU_ISA", "CUDAARCHS", "PAGETILE_LINEINFO"} <= wanted
@@ -182,6 +184,29 @@ def found_below(file: str) -> bool:
 def test_missing_files_are_found():
     page = "`cpp/src/attention/dispatch.cpp` `kv_ring.cuh` `none.cuh` `sm80/prefill_launch.{h,cpp}`"
     assert missing_files(page) == ["none.cuh"]
+
+
+# extend.md names every file of C++ that names a type
+
+
+TYPES = re.compile(r"kFloat8E[45]M|kBFloat16|float_e[45]m\d_t|bfloat16_t")
+
+
+def test_every_file_with_a_type_is_on_the_list():
+    page = (DOCS / "extend.md").read_text()
+    spread = [page.replace("{h,cpp}", end) for end in ("h", "cpp")]
+    files = [
+        path
+        for path in (ROOT / "cpp").rglob("*")
+        if path.is_file() and TYPES.search(path.read_text())
+    ]
+    assert len(files) > 30
+    unnamed = [
+        path.relative_to(ROOT).as_posix()
+        for path in files
+        if not any(re.search(rf"\b{re.escape(path.name)}\b", text) for text in spread)
+    ]
+    assert unnamed == []
 
 
 # Drawings
