@@ -1,4 +1,4 @@
-"""Pages that list something list all of it: messages, variables, members, files. Drawings are up to date."""
+"""Pages that list messages, variables, members or files list all; drawings are up to date."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_messages_are_found():
 
 
 READ = re.compile(
-    r"""getenv\("(\w+)"|environ(?:\.get\(|\[)"(\w+)"|ENV\{(\w+)\}|OVERRIDE\ =\ "(\w+)"|\$\{(PAGETILE_\w+)""",
+    r"""getenv\("(\w+)" | environ(?:\.get\(|\[)"(\w+)" | ENV\{(\w+)\}
+    | OVERRIDE\ =\ "(\w+)" | \$\{(PAGETILE_\w+)""",
     re.VERBOSE,
 )
 OURS = ("PAGETILE_", "CUDAARCHS", "CUDACXX", "CUTLASS_ROOT", "XLA_FFI_ROOT", "CMAKE_BUILD_")

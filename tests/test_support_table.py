@@ -95,5 +95,5 @@ def test_a_type_without_a_kernel_is_an_error(tool, monkeypatch):
     monkeypatch.setattr(tool, "write_pairs", lambda on_gpu: [])
     monkeypatch.setattr(tool, "head_dims_text", lambda takes: "any")
     name = SPLIT_KV.format(types="6half_tES3_", dims="Li64ELi64")
-    with pytest.raises(SystemExit, match="split_kv is not compiled for .*float8_e4m3fn"):
+    with pytest.raises(SystemExit, match=r"split_kv is not compiled for .*float8_e4m3fn"):
         tool.gpu_rows(build, name)
