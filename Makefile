@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_VENV ?= .venv-demo
+DOCS_VENV ?= .venv-docs
 PAGETILE_CUDA ?= OFF
 export PYTHON PAGETILE_CUDA
 
@@ -10,7 +11,7 @@ INSTALLED := .pagetile-cuda-$(PAGETILE_CUDA)
 SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake cpp python tools/build_backend -type f ! -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint sanitize coverage bench wheel cuda cpp-example cpp-example-gpu clean
+.PHONY: help demo test lint sanitize coverage docs docs-links bench wheel cuda cpp-example cpp-example-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +32,12 @@ sanitize: $(VENV)/.tools ## run tests on a CPU build with the address and undefi
 coverage: $(VENV)/.tools ## run the tests on an instrumented build; fail under 95 % of lines, Python or C++
 	tools/coverage.sh $(VENV)
 
+docs: $(DOCS_VENV)/.tools ## build the site from docs/ and the docstrings into build/site; what leads nowhere fails
+	$(DOCS_VENV)/bin/sphinx-build -q -E -W --keep-going -d build/doctrees docs build/site
+
+docs-links: $(DOCS_VENV)/.tools ## check the links to other sites, which needs a network
+	$(DOCS_VENV)/bin/sphinx-build -q -E -W --keep-going -d build/doctrees -b linkcheck docs build/links
+
 bench: $(VENV)/$(INSTALLED) ## run the benchmarks
 	tools/bench.sh $(VENV)
 
@@ -46,13 +53,16 @@ cpp-example-gpu: dist/.built ## the same with the library of the CUDA wheel; run
 	tools/cpp_example_gpu.sh $(VENV)
 
 clean: ## remove what was built, the environments too
-	rm -rf build dist $(VENV) $(DEMO_VENV)
+	rm -rf build dist $(VENV) $(DEMO_VENV) $(DOCS_VENV)
 
 $(VENV)/.tools: pyproject.toml tools/make_venv.sh
 	tools/make_venv.sh $(VENV) --group dev
 
 $(VENV)/$(INSTALLED): $(SOURCES) $(VENV)/.tools
 	tools/install.sh $(VENV) $(INSTALLED)
+
+$(DOCS_VENV)/.tools: pyproject.toml tools/make_venv.sh
+	tools/make_venv.sh $(DOCS_VENV) --group docs
 
 $(DEMO_VENV)/.tools: tools/make_venv.sh
 	tools/make_venv.sh $(DEMO_VENV) tqdm

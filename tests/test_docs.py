@@ -1,5 +1,7 @@
 """The pages of docs/ and the README: their code runs, their C++ compiles, their links hold.
 
+What the site makes of them is checked by `make docs`, facts by test_pages.py.
+
 A page's ```python blocks run in order, as one script. ```python gpu runs where there is a CUDA
 device and what the block imports, ```python no-run never. The text of a block that names a file,
 as in ```cmake examples/cpp/CMakeLists.txt, must stand in that file.
@@ -21,6 +23,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINKING = [*PAGES, *sorted({*ROOT.glob("*.md")} - {*PAGES}), *sorted(ROOT.glob("bench/**/*.md"))]
 SIGNATURES = {"docs/design.md"}  # its block lists signatures
 INFOS = {"python", "python gpu", "python no-run"}
 
@@ -191,7 +194,7 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", LINKING, ids=name_of)
 def test_links(page):
     assert broken_links(page) == []
 

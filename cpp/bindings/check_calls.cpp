@@ -135,6 +135,69 @@ void check_merge_states(const nb::list& operands) {
     merge_states(params, /*stream=*/0);
 }
 
+// Types and head dimensions alone, on a CPU or a GPU, which need not be there: what a build takes, its
+// calls say themselves.
+
+DType dtype_named(const char* function, const std::string& name) {
+    for (const DType dtype :
+         {DType::kFloat32,
+          DType::kFloat16,
+          DType::kBFloat16,
+          DType::kFloat8E4M3,
+          DType::kFloat8E5M2}) {
+        if (name == dtype_name(dtype)) {
+            return dtype;
+        }
+    }
+    fail(function, ": no such type: ", name);
+}
+
+Device device_of(bool on_gpu) {
+    return {.kind = on_gpu ? DeviceKind::kCuda : DeviceKind::kCpu, .index = 0};
+}
+
+void check_write_types(
+    const std::string& rows, const std::string& cache, int64_t head_dim, bool on_gpu
+) {
+    constexpr const char* kFunction = "cache_write";
+    CacheWriteParams params = {
+        .num_kv_heads = 1,
+        .page_size = 1,
+        .dtype = dtype_named(kFunction, rows),
+        .cache_dtype = dtype_named(kFunction, cache),
+        .device = device_of(on_gpu),
+    };
+    params.k.head_dim = params.v.head_dim = head_dim;
+    params.k_cache.chunk = params.v_cache.chunk = head_dim;
+    cache_write(params, /*stream=*/0);
+}
+
+void check_attention_types(
+    const std::string& q,
+    const std::string& cache,
+    int64_t head_dim,
+    int64_t head_dim_v,
+    bool on_gpu
+) {
+    constexpr const char* kFunction = "paged_attention";
+    static constexpr int32_t kNoEntries[1] = {};  // nobody looks at it
+    const DType q_dtype = dtype_named(kFunction, q);
+    paged_attention(
+        {.num_q_heads = 1,
+         .num_kv_heads = 1,
+         .head_dim = head_dim,
+         .head_dim_v = head_dim_v,
+         .page_size = 1,
+         .q_dtype = q_dtype,
+         .kv_dtype = dtype_named(kFunction, cache),
+         .out_dtype = is_float8(q_dtype) ? DType::kBFloat16 : q_dtype,
+         .block_table = kNoEntries,
+         .seqused_k = kNoEntries,
+         .device = device_of(on_gpu)},
+        /*stream=*/0
+    );
+}
+
 }  // namespace
 }  // namespace pagetile
 
@@ -162,6 +225,21 @@ void export_check_calls(nb::module_& m) {
         &pagetile::check_merge_states,
         nb::sig(
             "def check_merge_states(operands: list[tuple[str, tuple[int, ...]] | None], /) -> None"
+        )
+    );
+    m.def(
+        "check_write_types",
+        &pagetile::check_write_types,
+        nb::sig(
+            "def check_write_types(rows: str, cache: str, head_dim: int, on_gpu: bool, /) -> None"
+        )
+    );
+    m.def(
+        "check_attention_types",
+        &pagetile::check_attention_types,
+        nb::sig(
+            "def check_attention_types(q: str, cache: str, head_dim: int, head_dim_v: int, on_gpu: "
+            "bool, /) -> None"
         )
     );
 }

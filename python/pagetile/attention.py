@@ -72,7 +72,8 @@ def paged_attention(
             q_len.
         window: (left, right) tokens around that diagonal, inclusive; -1 is unlimited.
         softcap: score = softcap * tanh(score / softcap), before bias and mask; 0 is off.
-        alibi_slopes: float32 [Hq] or [B, Hq]: adds -slope * |i + seqused_k - q_len - j|.
+        alibi_slopes: float32 [Hq] or [B, Hq]: adds
+            ``-slope * |i + seqused_k - q_len - j|``.
         sinks: float32, float16 or bfloat16 [Hq]: a logit that joins the softmax's denominator,
             unscaled.
         q_scale: float32, 1, [Hkv] or [B, Hkv] elements, only for an fp8 q: q * q_scale is what it
