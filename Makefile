@@ -10,7 +10,7 @@ INSTALLED := .pagetile-cuda-$(PAGETILE_CUDA)
 SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake cpp python tools/build_backend -type f ! -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint sanitize coverage bench wheel cuda cpp-example cpp-example-gpu clean
+.PHONY: help demo test lint sanitize coverage bench results wheel cuda cpp-example cpp-example-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,9 @@ coverage: $(VENV)/.tools ## run the tests on an instrumented build; fail under 9
 
 bench: $(VENV)/$(INSTALLED) ## run the benchmarks
 	tools/bench.sh $(VENV)
+
+results: $(VENV)/$(INSTALLED) ## on an H200: measure again, write the tables of bench/results/h200.md and the plots (PAGETILE_CUDA=ON)
+	PYTHON=$(BIN)/python bench/run_all.sh h200
 
 wheel: dist/.built ## build the wheel with the CUDA kernels into dist/
 

@@ -7,9 +7,9 @@ NAME.json holds a section for each run, as the benchmark wrote it. In NAME.md a 
 
 and everything else is written by hand. A table whose section the JSON file lacks stays as it is.
 
-    python bench/results_table.py h200                         # the tables again
-    python bench/results_table.py h200 --collect build/bench   # the sections of decode.json, ... first
-    python bench/results_table.py h200 --check                 # fails where the page is out of date
+    python bench/results_table.py h200                        # the tables again
+    python bench/results_table.py h200 --collect build/bench  # first take decode.json, ... there
+    python bench/results_table.py h200 --check                # fails where the page is out of date
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def percent(value: float) -> str:
 def verdict(row: Row) -> str:
     """How a row stands to its bar, which is a time or a share of a peer's."""
     if row.get("bar_us"):
-        return "ok" if row["us"] <= row["bar_us"] else f"**+{percent(row['us'] / row['bar_us'] - 1)}**"
+        return (
+            "ok" if row["us"] <= row["bar_us"] else f"**+{percent(row['us'] / row['bar_us'] - 1)}**"
+        )
     peer = row.get("peers", {}).get(BAR_PEER, {})
     if not row.get("bar_ratio") or "us" not in peer:
         return ""
@@ -213,6 +215,12 @@ def with_tables(page: str, sections: dict[str, Row]) -> str:
     return BLOCK.sub(replaced, page)
 
 
+def blank_page(name: str) -> str:
+    """For a machine that has no page yet."""
+    blocks = [f"<!-- table: {table} -->\n<!-- end -->\n" for table in TABLES]
+    return "\n".join([f"# {name} results\n", *blocks])
+
+
 def collect(folder: pathlib.Path, sections: dict[str, Row]) -> dict[str, Row]:
     """The sections, those that were measured again replaced."""
     new = {name: folder / f"{name}.json" for name in SECTIONS}
@@ -244,7 +252,7 @@ def main(words: list[str] | None = None) -> int:
     if arguments.collect:
         sections = collect(arguments.collect, sections)
         file.write_text(text_of(sections))
-    old = page.read_text()
+    old = page.read_text() if page.exists() else blank_page(arguments.name)
     new = with_tables(old, sections)
     if arguments.check:
         print(f"{page.name}: {'as' if new == old else 'NOT as'} {file.name} has it")

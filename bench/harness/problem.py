@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 import torch
-
 from harness.cases import FP16, Case
 from peers.peer import Call, Peer
 
@@ -51,7 +50,7 @@ def make_caches(case: Case, pages: int, device: str) -> tuple[torch.Tensor, torc
 class Problem:
     """What every peer computes from. Each writes its results to `out`.
 
-    `sets` block tables, as many as the L2 makes necessary unless given, point at pages of their own.
+    There are `sets` block tables over pages of their own, unless given as many as the L2 demands.
     """
 
     def __init__(self, case: Case, device: str = "cuda", sets: int | None = None) -> None:

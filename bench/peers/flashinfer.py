@@ -1,4 +1,4 @@
-"""FlashInfer: its paged prefill wrapper by two backends, planned ahead, and its XQA decode kernel."""
+"""FlashInfer: its paged prefill wrapper by two backends, planned ahead, and XQA for decode."""
 
 from __future__ import annotations
 
@@ -56,12 +56,10 @@ class Xqa(FlashInfer):
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=tensors.q.device)
         attend = flashinfer.decode.trtllm_batch_decode_with_kv_cache
         scales = {"bmm1_scale": case.head_dim**-0.5, "bmm2_scale": 1.0}
+        options = {"out": tensors.out, "kv_layout": "NHD", "backend": "xqa", **scales}
+        first, last = (tensors.q, tensors.caches, workspace), (tensors.seqused_k, max(case.kv_lens))
         return [
-            functools.partial(
-                attend, tensors.q, tensors.caches, workspace, table, tensors.seqused_k,
-                max(case.kv_lens), out=tensors.out, kv_layout="NHD", backend="xqa", **scales,
-            )  # fmt: skip
-            for table in tensors.tables
+            functools.partial(attend, *first, table, *last, **options) for table in tensors.tables
         ]
 
 

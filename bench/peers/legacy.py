@@ -36,15 +36,11 @@ class Legacy(Peer):
         caches = legacy_caches(*tensors.caches)
         scales = (tensors.scales.get("k_scale"), tensors.scales.get("v_scale"))
         dtype = "auto" if case.stored == case.dtype else "fp8_e4m3"
-        outs = [tensors.out, *self._partials(case, tensors)]
         attend = vllm.paged_attention_v2 if self.partitioned else vllm.paged_attention_v1
-        return [
-            functools.partial(
-                attend, *outs, tensors.q, *caches, case.heads[1], case.head_dim**-0.5, table,
-                tensors.seqused_k, case.page_size, max(case.kv_lens), None, dtype, *scales,
-            )  # fmt: skip
-            for table in tensors.tables
-        ]
+        first = [tensors.out, *self._partials(case, tensors), tensors.q, *caches]
+        first += [case.heads[1], case.head_dim**-0.5]
+        last = [tensors.seqused_k, case.page_size, max(case.kv_lens), None, dtype, *scales]
+        return [functools.partial(attend, *first, table, *last) for table in tensors.tables]
 
     def _partials(self, case: Any, tensors: Any) -> list[torch.Tensor]:
         """Sums, maxima and results of the partitions."""
