@@ -21,6 +21,10 @@ if [ $# -gt 0 ]; then
     export PYTHONPATH=$PWD/.site${PYTHONPATH:+:$PYTHONPATH}
 fi
 export PEERS_DIR=${PEERS_DIR:-$PWD/.peers/run} PYTHONUNBUFFERED=1
+"$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || {
+    echo "run_all.sh: $python sees no CUDA device: nothing is measured, and no page is touched" >&2
+    exit 2
+}
 for packed in .peers/*.xz; do
     library=$PEERS_DIR/$(basename "$packed" .xz)
     if [ -f "$packed" ] && [ ! -s "$library" ]; then

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import attention
-import harness.report
+import cache_write
+import pagetile
 import peers
 import pytest
 import results_table
@@ -19,7 +23,8 @@ from harness.cases import SUITES, Case, uniform
 from harness.gpu import Times
 from harness.problem import Problem
 from harness.report import Report
-from peers import fa3, vllm_write
+from pagetile.compat import vllm as compat
+from peers import fa3, flashinfer, vllm_write
 from peers.pagetile import by_family, choose
 from peers.peer import Call, Peer
 
@@ -71,7 +76,21 @@ def test_cases_count_what_their_queries_see(suite):
         assert case.bytes == stored * case.stored.itemsize + 2 * rows * case.dtype.itemsize
 
 
+def test_writes_count_what_they_read_and_write():
+    for case in [*cache_write.bar_cases(quick=False), *cache_write.layout_cases(quick=False)]:
+        elements = 2 * case.tokens * case.heads * case.head_dim
+        stored = {"auto": case.dtype.itemsize}.get(case.kv_dtype, 1)
+        assert case.bytes == elements * case.dtype.itemsize + elements * stored, case.name
+
+
 # Adapters
+
+
+@pytest.fixture
+def legacy(monkeypatch):
+    """`pagetile.legacy` with the functions of compat.vllm, unless this build has its own."""
+    if importlib.util.find_spec("pagetile.legacy") is None:
+        monkeypatch.setitem(sys.modules, "pagetile.legacy", compat)
 
 
 def check_second_table(peer: Peer, calls: list[Call], problem: Problem) -> None:
@@ -83,7 +102,7 @@ def check_second_table(peer: Peer, calls: list[Call], problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_adapters_compute_the_same(case):
+def test_adapters_compute_the_same(case, legacy):
     problem = Problem(case, "cpu", sets=2)
     names = {"no_plan", "sm80", "split_kv", "sdpa", "legacy_v1", "legacy_v2"}
     compared = [attention.SELF] + [peers.ATTENTION[name] for name in sorted(names)]
@@ -210,17 +229,18 @@ def peers_folder(tmp_path, monkeypatch):
 
 
 def test_absent_peers_are_lines_of_the_header(peers_folder, monkeypatch):
-    find = harness.report.importlib.util.find_spec
-    absent = ("vllm", "flashinfer", "pagetile.legacy")
+    find = importlib.util.find_spec
+    absent = ("vllm", "flashinfer")
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name in absent else find(name)
     )
+    monkeypatch.setitem(sys.modules, "pagetile.legacy", None)
     here, lines = peers.present(peers.pick("fa3,fa3_contiguous,flashinfer,legacy,sdpa"))
     assert [peer.name for peer in here] == ["sdpa"]
     assert lines == [
         f"not here: fa3, fa3_contiguous (no {fa3.LIBRARY} in {peers_folder}, and no vLLM)",
         "not here: flashinfer (not installed)",
-        "not here: legacy_v1, legacy_v2 (this build has no pagetile.legacy)",
+        "not here: legacy_v1, legacy_v2 (import of pagetile.legacy halted; None in sys.modules)",
     ]
     assert vllm_write.why_not() == f"no {vllm_write.LIBRARY} in {peers_folder}, and no vLLM"
 
@@ -246,6 +266,78 @@ def test_flash_attention_gets_the_problem(peers_folder, place):
             calls = peer.prepare(case, problem)
             assert problem.error(peer, calls) < attention.WORST_ERROR
             check_second_table(peer, calls, problem)
+
+
+class StandInWrapper:
+    """FlashInfer's, as far as the adapter uses it, on top of pagetile."""
+
+    def __init__(self, workspace, layout, backend):
+        assert layout == "NHD" and backend in ("fa2", "fa3")
+
+    def plan(self, starts, page_starts, pages, last_lens, heads, kv_heads, dim, page_size, *,
+             causal, q_data_type, kv_data_type):  # fmt: skip
+        counts = page_starts.diff().tolist()
+        self.table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        for row, its_pages in zip(self.table, pages.split(counts), strict=True):
+            row[: len(its_pages)] = its_pages
+        self.lengths = ((page_starts.diff() - 1) * page_size + last_lens).int()
+        self.starts, self.sizes, self.causal = starts, (heads, kv_heads, dim, page_size), causal
+        self.dtypes = (q_data_type, kv_data_type)
+
+    def run(self, q, caches, *, out):
+        heads, kv_heads, dim, page_size = self.sizes
+        assert q.shape[1:] == (heads, dim) and caches[0].shape[1:] == (page_size, kv_heads, dim)
+        assert (q.dtype, caches[0].dtype) == self.dtypes
+        pagetile.paged_attention(
+            q, *caches, block_table=self.table, seqused_k=self.lengths, cu_seqlens_q=self.starts,
+            max_seqlen_q=len(q), causal=self.causal, out=out,
+        )  # fmt: skip
+
+
+def stand_in_xqa(q, caches, workspace, table, lengths, max_length, *, bmm1_scale, bmm2_scale, out,
+                 kv_layout, backend):  # fmt: skip
+    assert (kv_layout, backend, bmm2_scale) == ("NHD", "xqa", 1.0)
+    assert lengths.max() <= max_length and not workspace.any()
+    pagetile.paged_attention(
+        q, *caches, block_table=table, seqused_k=lengths, max_seqlen_q=1, softmax_scale=bmm1_scale,
+        cu_seqlens_q=torch.arange(len(q) + 1, dtype=torch.int32), out=out,
+    )  # fmt: skip
+
+
+def test_flashinfer_gets_the_problem(monkeypatch):
+    decode = SimpleNamespace(trtllm_batch_decode_with_kv_cache=stand_in_xqa)
+    module = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=StandInWrapper, decode=decode)
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
+    for peer in flashinfer.PEERS:
+        for case in (DECODE, PROMPTS, CHUNKS, UNEVEN, FP8):
+            if peer.supports(case):
+                problem = Problem(case, "cpu", sets=2)
+                calls = peer.prepare(case, problem)
+                assert problem.error(peer, calls) < attention.WORST_ERROR
+                check_second_table(peer, calls, problem)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
+def test_vllms_write_gets_the_problem(monkeypatch, kv_dtype):
+    """By compat.vllm, which takes vLLM's arguments."""
+    ops = SimpleNamespace(reshape_and_cache_flash=compat.reshape_and_cache_flash)
+    monkeypatch.setattr(torch.ops, "_C_cache_ops", ops, raising=False)
+    case = cache_write.Case(3, 2, 16, kv_dtype=kv_dtype)
+    k, v = torch.randn(2, 3, 2, 16).bfloat16()
+    caches = torch.zeros(
+        2, 4, 16, 2, 16, dtype=torch.bfloat16 if kv_dtype == "auto" else torch.uint8
+    )
+    inputs = [(k, v, torch.tensor([5, 40, 63])), (v, k, torch.tensor([1, 2, 3]))]
+    problem = SimpleNamespace(
+        inputs=inputs, scales=(torch.ones(1), torch.ones(1)), tokens_first=lambda: tuple(caches)
+    )
+    for call in vllm_write.PEERS[0].prepare(case, problem):
+        call()
+    expected = torch.zeros_like(caches)
+    for rows_k, rows_v, slots in inputs:
+        pagetile.cache_write(rows_k, rows_v, *expected, slots, kv_dtype=kv_dtype)
+    assert expected.any() and torch.equal(caches, expected)
 
 
 # Reports
@@ -351,6 +443,15 @@ def test_without_a_gpu_nothing_is_measured(script):
     command = [sys.executable, f"bench/{script}.py"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "nothing to measure" in run.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is something to measure")
+def test_without_a_gpu_no_page_is_touched(tmp_path):
+    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
+    command = ["bench/run_all.sh", "nobody"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 2 and "sees no CUDA device" in run.stderr
+    assert not list((ROOT / "bench" / "results").glob("nobody.*"))
 
 
 # Tables and plots. Their numbers are nobody's measurements.

@@ -1,16 +1,15 @@
-"""The historical kernels of `pagetile.legacy`, over caches of the legacy layout, in this process.
+"""The historical kernels of `pagetile.legacy`, over the same pages in the legacy layout.
 
-A build without that module has no such column.
+A build without that module has no such columns. Its functions take vLLM's arguments.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 from typing import Any
 
 import torch
-from pagetile.compat import vllm
 
 from peers.peer import Call, Peer, is_plain
 
@@ -20,12 +19,15 @@ PARTITION = 512  # keys, of paged_attention_v2
 class Legacy(Peer):
     """`paged_attention_v1` or `_v2`: one query a sequence."""
 
-    def __init__(self, name: str, partitioned: bool) -> None:
-        self.name, self.partitioned = name, partitioned
+    def __init__(self, name: str, function: str, partitioned: bool) -> None:
+        self.name, self.function, self.partitioned = name, function, partitioned
 
     def unavailable(self) -> str | None:
-        found = importlib.util.find_spec("pagetile.legacy")
-        return None if found else "this build has no pagetile.legacy"
+        try:
+            getattr(importlib.import_module("pagetile.legacy"), self.function)
+        except (ImportError, AttributeError) as error:
+            return str(error)
+        return None
 
     def supports(self, case: Any) -> bool:
         e4m3 = case.stored == torch.float8_e4m3fn
@@ -36,7 +38,7 @@ class Legacy(Peer):
         caches = legacy_caches(*tensors.caches)
         scales = (tensors.scales.get("k_scale"), tensors.scales.get("v_scale"))
         dtype = "auto" if case.stored == case.dtype else "fp8_e4m3"
-        attend = vllm.paged_attention_v2 if self.partitioned else vllm.paged_attention_v1
+        attend = getattr(importlib.import_module("pagetile.legacy"), self.function)
         first = [tensors.out, *self._partials(case, tensors), tensors.q, *caches]
         first += [case.heads[1], case.head_dim**-0.5]
         last = [tensors.seqused_k, case.page_size, max(case.kv_lens), None, dtype, *scales]
@@ -59,4 +61,7 @@ def legacy_caches(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch
     return k, v.permute(0, 2, 3, 1).contiguous()
 
 
-PEERS = (Legacy("legacy_v1", partitioned=False), Legacy("legacy_v2", partitioned=True))
+PEERS = (
+    Legacy("legacy_v1", "paged_attention_v1", partitioned=False),
+    Legacy("legacy_v2", "paged_attention_v2", partitioned=True),
+)
