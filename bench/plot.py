@@ -135,6 +135,7 @@ def draw_panel(axes: Axes, plot: Plot, panel: Panel, rows: list[Row], floor: flo
             [size * beside for size, _ in at], [rate for _, rate in at],
             linestyle="", marker=shape, color=colour, markersize=6,
             markeredgecolor="white", markeredgewidth=0.6, label=TITLES.get(name, name),
+            zorder=3 if name == "pagetile" else 2,
         )  # fmt: skip
     if floor:
         axes.axhline(floor, color="#222222", linewidth=1.2, label=f"floor: {plot.floor}")

@@ -151,12 +151,14 @@ def sweep(rows: list[Row], word: str) -> list[str]:
     lines: dict[str, dict[int, str]] = {}
     for row in rows:
         if found := re.match(rf"{word}(\d+) (.*)", row["name"]):
-            of_kind = lines.setdefault(found[2], {})
-            of_kind[int(found[1])] = microseconds(row["us"])
+            kind = found[2]
+            if word == "group":  # their query heads are the column
+                kind = re.sub(r"\d+/(\d+) ", r"\1 KV heads ", kind)
+            lines.setdefault(kind, {})[int(found[1])] = microseconds(row["us"])
             for name, peer in row.get("peers", {}).items():
                 if "us" in peer:
-                    kind = f"{found[2]}: {TITLES.get(name, name)}"
-                    lines.setdefault(kind, {})[int(found[1])] = microseconds(peer["us"])
+                    theirs = lines.setdefault(f"{kind}: {TITLES.get(name, name)}", {})
+                    theirs[int(found[1])] = microseconds(peer["us"])
     numbers = sorted({number for line in lines.values() for number in line})
     cells = [[kind, *(line.get(n, "") for n in numbers)] for kind, line in lines.items()]
     return table([f"us, by {word}", *map(str, numbers)], cells)

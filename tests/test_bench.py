@@ -475,11 +475,14 @@ def sections() -> dict:
         row("chunk", uniform(1, 128, 64, "q64 ", ratio_bar=0.9), 9.5, fa3_contiguous=10.0),
     ]
     pages = [row("pages", uniform(1, 16, name=f"page{n} NHD "), n, fa3=n + 1) for n in (1, 16)]
+    groups = [
+        row("groups", uniform(1, 16, name=f"group{n} ", heads=(8 * n, 8)), n) for n in (2, 12)
+    ]
     machine = ["pagetile, commit 0", "a machine"]
     return {
         "decode": {"machine": machine, "read_gbps": 10.0, "cases": decode},
         "prefill": {"machine": machine, "product_tflops": 20.0, "cases": prefill},
-        "sweeps": {"machine": machine, "cases": pages},
+        "sweeps": {"machine": machine, "cases": [*pages, *groups]},
     }
 
 
@@ -493,6 +496,8 @@ old
 <!-- table: prefill -->
 <!-- end -->
 <!-- table: pages -->
+<!-- end -->
+<!-- table: groups -->
 <!-- end -->
 <!-- table: cache_write -->
 by hand
@@ -510,7 +515,7 @@ def test_tables_come_from_the_json_file(tmp_path, capsys):
     words = ["gpu", "--results", str(tmp_path)]
     assert results_table.main([*words, "--collect", str(collected)]) == 0
     assert capsys.readouterr().out == (
-        "gpu.md: 3 tables written; left as they are, having no data: cache_write\n"
+        "gpu.md: 4 tables written; left as they are, having no data: cache_write\n"
     )
     assert json.loads((tmp_path / "gpu.json").read_text()) == sections()
     lines = page.read_text().splitlines()
@@ -526,6 +531,9 @@ def test_tables_come_from_the_json_file(tmp_path, capsys):
     assert [line.split(" | ")[3:5] for line in prefill] == [[bar, "0.800, ok"], [bar, "**0.950**"]]
     assert "| us, by page | 1 | 16 |" in lines
     assert "| NHD 32/8 d128 b1 ctx16: FA3 | 2.0 | 17.0 |" in lines
+    assert lines[lines.index("| us, by group | 2 | 12 |") + 2] == (
+        "| 8 KV heads d128 b1 ctx16 | 2.0 | 12.0 |"
+    )
     assert "old" not in lines and "by hand" in lines and lines[-1] == "The end."
 
     assert results_table.main([*words, "--check"]) == 0
