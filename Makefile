@@ -11,7 +11,7 @@ INSTALLED := .pagetile-cuda-$(PAGETILE_CUDA)
 SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake cpp python tools/build_backend -type f ! -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint sanitize coverage docs docs-links bench wheel cuda cpp-example cpp-example-gpu clean
+.PHONY: help demo test lint sanitize coverage docs docs-links bench results wheel cuda cpp-example cpp-example-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,9 @@ docs-links: $(DOCS_VENV)/.tools ## check the links to other sites, which needs a
 
 bench: $(VENV)/$(INSTALLED) ## run the benchmarks
 	tools/bench.sh $(VENV)
+
+results: $(VENV)/$(INSTALLED) ## on an H200: measure again, write the tables of bench/results/h200.md and the plots (PAGETILE_CUDA=ON)
+	PYTHON=$(BIN)/python bench/run_all.sh h200
 
 wheel: dist/.built ## build the wheel with the CUDA kernels into dist/
 

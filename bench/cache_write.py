@@ -12,6 +12,7 @@ timed.
     python bench/cache_write.py                          # the table of the bars
     python bench/cache_write.py --cases 8192x,e4m3       # names that contain one of these
     python bench/cache_write.py --layouts --copy-pages   # these sections instead
+    PEERS_DIR=.peers/run python bench/cache_write.py     # where bench/peers/fetch.sh put vLLM's
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -30,13 +30,15 @@ import numpy as np
 import pagetile
 import torch
 from harness.gpu import Call, Timer, describe_machine, measure_limits
-from harness.report import PEER_LIBRARY, Report, load_peer
+from harness.report import Report
+from peers import present
+from peers.peer import Peer
+from peers.vllm_write import VllmWrite
 
 PAGE_SIZE = 16
 POOL_SLOTS = 1 << 19  # 1.07 GB a cache at 8 heads of 128 in bf16: no pool stays in the L2
 FP8 = {"fp8_e4m3": (torch.float8_e4m3fn, 448.0), "fp8_e5m2": (torch.float8_e5m2, 57344.0)}
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-PEER_DTYPES = {"auto": "auto", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8_e5m2"}
 
 # us, warm, H200; tokens, heads, head_dim: bf16 NHD, bf16 HND, e4m3 NHD, e4m3 HND
 BARS = {
@@ -51,6 +53,8 @@ BARS = {
 }
 QUICK = ((64, 8, 128), (2048, 8, 128), (8192, 8, 128))
 HOST_BAR = 6.0
+TABLE = "cache_write, page_size 16, random slots"
+COPIES = {"64 pages x 64 tensors": (64, 64), "1 page x 2 tensors": (1, 2)}
 
 # Cases
 
@@ -151,12 +155,6 @@ class Problem:
         write, caches = pagetile.cache_write, self.caches
         return [functools.partial(write, k, v, *caches, s, **options) for k, v, s in self.inputs]
 
-    def peer_calls(self) -> list[Call]:
-        write = torch.ops._C_cache_ops.reshape_and_cache_flash
-        caches = self.tokens_first()
-        end = (PEER_DTYPES[self.case.kv_dtype], *self.scales)
-        return [functools.partial(write, k, v, *caches, s, *end) for k, v, s in self.inputs]
-
     def check(self, calls: list[Call]) -> None:
         """Raises unless the first and the last set arrive whole, and nothing else changes."""
         for cache in self.caches:
@@ -219,7 +217,17 @@ def measure(timer: Timer, calls: list[Call], warm_sets: int) -> dict[str, Any]:
     }
 
 
-def measure_write(case: Case, timer: Timer, pdl: bool, peer: bool) -> dict[str, Any]:
+def measure_peer(peer: Peer, problem: Problem, timer: Timer) -> dict[str, Any]:
+    try:
+        calls = peer.prepare(problem.case, problem)
+        problem.check(calls)
+        times = timer.warm(calls[: problem.warm_sets])
+        return {"us": times.median, "iqr": times.iqr, "host_us": timer.host(calls[0])}
+    except (AssertionError, RuntimeError) as error:  # a case it refuses, or gets wrong
+        return {"error": str(error)}
+
+
+def measure_write(case: Case, timer: Timer, pdl: bool, others: list[Peer]) -> dict[str, Any]:
     problem = Problem(case)
     calls, warm_sets = problem.calls(), problem.warm_sets
     problem.check(calls)
@@ -229,19 +237,14 @@ def measure_write(case: Case, timer: Timer, pdl: bool, peer: bool) -> dict[str, 
         problem.check(calls)
         row["pdl_us"] = timer.warm(calls[:warm_sets]).median
         row["pdl_cold_us"] = timer.cold(calls).median
-    if peer:
-        try:
-            calls = problem.peer_calls()
-            problem.check(calls)
-            row["vllm_us"] = timer.warm(calls[:warm_sets]).median
-            row["vllm_host_us"] = timer.host(calls[0])
-        except (AssertionError, RuntimeError) as error:  # a case it refuses, or gets wrong
-            row["vllm_error"] = str(error)
+    theirs = [peer for peer in others if peer.supports(case)]
+    row["peers"] = {peer.name: measure_peer(peer, problem, timer) for peer in theirs}
     return row
 
 
 def measure_copy_pages(pages: int, tensors: int, timer: Timer) -> dict[str, Any]:
     """Pages of 16 x 8 x 128 bf16, in as many caches as the layers have K and V."""
+    make_rows.cache_clear()
     sets = max(4, min(256, 2048 // (pages * tensors)))
     shape = (2 * pages * sets, PAGE_SIZE, 8, 128)
     caches = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(tensors)]
@@ -273,42 +276,47 @@ COLUMNS = (  # key, title, format
     ("pdl_us", "PDL us", "8.2f"),
     ("pdl_cold_us", "cold", "7.2f"),
     ("host_us", "host us", "8.2f"),
-    ("vllm_us", "vLLM us", "9.2f"),
-    ("ratio", "ratio", "7.2f"),
+    ("peers.vllm_write.us", "vLLM us", "9.2f"),
+    ("peers.vllm_write.ratio", "ratio", "7.2f"),
     ("bar_us", "bar us", "8.2f"),
 )
 
 
 class WriteReport(Report):
-    def __init__(self, timer: Timer, json_file: pathlib.Path | None) -> None:
+    def __init__(
+        self, timer: Timer, json_file: pathlib.Path | None, absent: list[str], total: int
+    ) -> None:
         self.limits = measure_limits(timer)
-        found = {"machine": describe_machine(), "limits": self.limits}
-        super().__init__(COLUMNS, 38, found, json_file)
+        found = {"machine": [*describe_machine(), *absent], "limits": self.limits}
+        super().__init__(COLUMNS, 38, found, json_file, total)
         copied = self.limits["copy_bytes"] / 2**30
         print(f"# a copy kernel over {copied:.0f} GiB: {self.limits['copy_gbps']:.0f} GB/s")
         print(f"# an empty kernel in a graph: {self.limits['empty_us']:.2f} us")
         print(f"# clocks, power, temperature while copying: {self.limits['clocks_while_copying']}")
 
     def section(self, title: str, measures: dict[str, Callable[[], dict[str, Any]]]) -> None:
-        print(f"\n# {title}")
-        self.titles()
+        self.titles(title)
         for i, (name, measure_it) in enumerate(measures.items(), 1):
-            self.case(f"[{i:>2}/{len(measures)}] {name}", {"name": name}, measure_it)
+            row = {"section": title, "name": name}
+            self.case(f"[{i:>2}/{len(measures)}] {name}", row, measure_it)
 
     def judge(self, row: dict[str, Any]) -> None:
         super().judge(row)
         row["of_copy"] = row["gbps"] / self.limits["copy_gbps"]
-        if "vllm_us" in row:
-            row["ratio"] = row["vllm_us"] / row["us"]
 
     def summary(self) -> int:
         """Prints it, and returns the exit status: a missed bar is no failure, a wrong row is."""
         judged = [row for row in self.rows if "ok" in row]
         missed = [row["name"] for row in judged if not row["ok"]]
         hosts = [row["host_us"] for row in self.rows if row.get("bar_us")]
-        ratios = [row["ratio"] for row in self.rows if "ratio" in row]
         failed = [row["name"] for row in self.rows if "error" in row]
-        refused = [row["name"] for row in self.rows if "vllm_error" in row]
+        theirs = {
+            row["name"]: row["peers"]["vllm_write"]
+            for row in self.rows
+            if "vllm_write" in row.get("peers", {})
+        }
+        ratios = [peer["ratio"] for peer in theirs.values() if "ratio" in peer]
+        refused = [name for name, peer in theirs.items() if "error" in peer]
         print()
         if judged:
             print(f"bars met: {len(judged) - len(missed)} of {len(judged)}")
@@ -335,10 +343,32 @@ def parse_arguments() -> argparse.Namespace:
     add("--layouts", action="store_true", help="other layouts, sources, slots, scales and types")
     add("--copy-pages", action="store_true", help="copy_pages")
     add("--table", action="store_true", help="the table of the bars beside other sections")
-    peers = os.environ.get("PEERS_DIR", ".peers/run")
-    text = f"where vLLM's {PEER_LIBRARY} lies (default: $PEERS_DIR, or .peers/run); none: no vLLM"
-    add("--peers", nargs="?", default=peers, const=peers, metavar="FOLDER", help=text)
+    add("--no-peers", action="store_true", help="leave vLLM's kernel out")
     return parser.parse_args()
+
+
+def sections_of(
+    arguments: argparse.Namespace, timer: Timer, others: list[Peer]
+) -> dict[str, dict[str, Callable[[], dict[str, Any]]]]:
+    def writes(cases: Iterator[Case]) -> dict[str, Callable[[], dict[str, Any]]]:
+        wanted = arguments.cases.split(",")
+        return {
+            case.name: functools.partial(measure_write, case, timer, arguments.pdl, others)
+            for case in cases
+            if any(text in case.name for text in wanted)
+        }
+
+    sections = {}
+    if arguments.table or not (arguments.layouts or arguments.copy_pages):
+        sections[TABLE] = writes(bar_cases(arguments.quick))
+    if arguments.layouts:
+        sections["cache_write, other layouts"] = writes(layout_cases(arguments.quick))
+    if arguments.copy_pages:
+        sections["copy_pages, pages of 32 KB"] = {
+            name: functools.partial(measure_copy_pages, *size, timer)
+            for name, size in COPIES.items()
+        }
+    return sections
 
 
 def main() -> int:
@@ -350,31 +380,11 @@ def main() -> int:
         )
         return 0
     timer = Timer(arguments.quick)
-    report = WriteReport(timer, arguments.json)
-    peer = load_peer(arguments.peers)
-
-    def writes(cases: Iterator[Case]) -> dict[str, Callable[[], dict[str, Any]]]:
-        wanted = arguments.cases.split(",")
-        return {
-            case.name: functools.partial(measure_write, case, timer, arguments.pdl, peer)
-            for case in cases
-            if any(text in case.name for text in wanted)
-        }
-
-    if arguments.table or not (arguments.layouts or arguments.copy_pages):
-        report.section(
-            "cache_write, page_size 16, random slots", writes(bar_cases(arguments.quick))
-        )
-    if arguments.layouts:
-        report.section("cache_write, other layouts", writes(layout_cases(arguments.quick)))
-    if arguments.copy_pages:
-        make_rows.cache_clear()
-        sizes = {"64 pages x 64 tensors": (64, 64), "1 page x 2 tensors": (1, 2)}
-        copies = {
-            name: functools.partial(measure_copy_pages, *size, timer)
-            for name, size in sizes.items()
-        }
-        report.section("copy_pages, pages of 32 KB", copies)
+    others, absent = present([] if arguments.no_peers else [VllmWrite()])
+    sections = sections_of(arguments, timer, others)
+    report = WriteReport(timer, arguments.json, absent, sum(map(len, sections.values())))
+    for title, measures in sections.items():
+        report.section(title, measures)
     return report.summary()
 
 

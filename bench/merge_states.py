@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import os
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -26,7 +25,8 @@ from typing import Any
 import pagetile
 import torch
 from harness.gpu import Call, Timer, describe_machine, measure_limits
-from harness.report import PEER_LIBRARY, Report, load_peer
+from harness.report import Report
+from peers.vllm_write import why_not
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SHAPES = ((1, 32, 128), (64, 32, 128), (512, 32, 128), (4096, 32, 128), (16384, 32, 128))
@@ -124,10 +124,9 @@ def measure(case: Case, timer: Timer, peer: bool) -> dict[str, Any]:
         try:
             calls = problem.peer_calls()
             problem.check(calls)
-            row["vllm_us"] = timer.warm(calls[: problem.warm_sets]).median
-            row["ratio"] = row["vllm_us"] / row["us"]
+            row["peers"] = {"vllm": {"us": timer.warm(calls[: problem.warm_sets]).median}}
         except (AssertionError, AttributeError, RuntimeError) as error:  # refused, or got wrong
-            row["vllm_error"] = str(error)
+            row["peers"] = {"vllm": {"error": str(error)}}
     return row
 
 
@@ -138,16 +137,18 @@ COLUMNS = (  # key, title, format
     ("of_copy", "of copy", "9.1%"),
     ("cold_us", "cold us", "9.2f"),
     ("host_us", "host us", "9.2f"),
-    ("vllm_us", "vLLM us", "9.2f"),
-    ("ratio", "ratio", "7.2f"),
+    ("peers.vllm.us", "vLLM us", "9.2f"),
+    ("peers.vllm.ratio", "ratio", "7.2f"),
 )
 
 
 class MergeReport(Report):
-    def __init__(self, timer: Timer, json_file: pathlib.Path | None) -> None:
+    def __init__(
+        self, timer: Timer, json_file: pathlib.Path | None, absent: list[str], total: int
+    ) -> None:
         self.limits = measure_limits(timer)
-        found = {"machine": describe_machine(), "limits": self.limits}
-        super().__init__(COLUMNS, 28, found, json_file)
+        found = {"machine": [*describe_machine(), *absent], "limits": self.limits}
+        super().__init__(COLUMNS, 28, found, json_file, total)
         print(
             f"# a copy kernel: {self.limits['copy_gbps']:.0f} GB/s; an empty one in a graph: ",
             end="",
@@ -167,26 +168,22 @@ def main() -> int:
     add("--cases", default="", metavar="TEXT,TEXT", help="only names that contain one of these")
     add("--quick", action="store_true", help="fewer replays")
     add("--json", type=pathlib.Path, metavar="FILE", help="write all numbers there")
-    peers = os.environ.get("PEERS_DIR", ".peers/run")
-    text = f"where vLLM's {PEER_LIBRARY} lies (default: $PEERS_DIR, or .peers/run); none: no vLLM"
-    add("--peers", nargs="?", default=peers, const=peers, metavar="FOLDER", help=text)
+    add("--no-peers", action="store_true", help="leave vLLM's kernel out")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         # No failure: `make bench` runs this on machines without a GPU as well.
         print("bench/merge_states.py: torch sees no CUDA device here: there is nothing to measure")
         return 0
     timer = Timer(arguments.quick)
-    report = MergeReport(timer, arguments.json)
-    peer = load_peer(arguments.peers)
-    print()
-    report.titles()
-    for case in cases():
-        if not any(text in case.name for text in arguments.cases.split(",")):
-            continue
+    reason = "left out" if arguments.no_peers else why_not()
+    wanted = arguments.cases.split(",")
+    chosen = [case for case in cases() if any(text in case.name for text in wanted)]
+    absent = [f"vllm is not here: {reason}"] if reason else []
+    report = MergeReport(timer, arguments.json, absent, len(chosen))
+    report.titles("merge_states")
+    for case in chosen:
         row = {"name": case.name, "bytes": case.bytes}
-        row = report.case(case.name, row, functools.partial(measure, case, timer, peer))
-        if "vllm_error" in row:
-            print(f"    vLLM: {row['vllm_error'].splitlines()[0][:120]}")
+        report.case(case.name, row, functools.partial(measure, case, timer, not reason))
     return 1 if any("error" in row for row in report.rows) else 0
 
 

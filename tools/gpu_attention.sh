@@ -49,7 +49,7 @@ if wanted bench; then
 fi
 if wanted sweeps; then
     run sweeps 240 sweeps.txt "${bench[@]}" prefill_pages prefill_qlen --json "$out/sweeps.json"
-    run sweeps-portable 240 sweeps.txt "${bench[@]}" prefill prefill_pages --prefill portable
+    run sweeps-portable 240 sweeps.txt "${bench[@]}" prefill prefill_pages --family sm80
 fi
 
 heading sweeps.txt && cut -c1-150 "$out/sweeps.txt"

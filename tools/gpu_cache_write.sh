@@ -33,7 +33,7 @@ if wanted racecheck; then
 fi
 
 # Times
-bench=("$python" bench/cache_write.py --peers "$PEERS_DIR")
+bench=("$python" bench/cache_write.py)
 if wanted bench; then
     run bench 120 bench.txt "${bench[@]}" --pdl --json "$out/bench.json"
 fi

@@ -119,18 +119,42 @@ def query_gpu(fields: str) -> str:
         return "unknown"
 
 
-def describe_machine() -> list[str]:
+def describe_software() -> list[str]:
     build = pagetile.show_config("dicts")["build"]
+    families = ", ".join(sorted(build["families"])) or "the CPU"
+    cuda = f", CUDA {build['cuda_version']}" if build["cuda_version"] else ""
+    return [
+        f"pagetile {build['version']}, commit {build['git_hash']}{cuda}, kernels of {families}",
+        f"torch {torch.__version__}, Python {sys.version.split()[0]}",
+        time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    ]
+
+
+def describe_machine() -> list[str]:
+    """Commit first, then the GPU: what a figure says of a run."""
+    commit, *others = describe_software()
     gpu = torch.cuda.get_device_properties(0)
     memory, l2 = gpu.total_memory / 2**30, gpu.L2_cache_size / 2**20
     clocks = query_gpu("clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem")
     return [
-        f"pagetile {build['version']}, commit {build['git_hash']}, CUDA {build['cuda_version']}",
+        commit,
         f"{gpu.name}, {gpu.multi_processor_count} SMs, {memory:.0f} GiB, L2 {l2:.0f} MiB",
         f"driver {query_gpu('driver_version')}; SM and memory clock now, and at most: {clocks}",
-        f"torch {torch.__version__}, Python {sys.version.split()[0]}",
-        time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        *others,
     ]
+
+
+def measure_read(timer: Timer) -> float:
+    """GB/s of a plain kernel that reads 4 GiB."""
+    x = torch.ones(min(1 << 30, torch.cuda.mem_get_info()[0] // 16), device="cuda")
+    return x.nbytes / timer.warm([lambda: torch.sum(x)]).median / 1e3
+
+
+def measure_product(timer: Timer) -> float:
+    """TFLOP/s of a large product of bf16 matrices."""
+    size = 8192
+    a, b, out = torch.randn(3, size, size, device="cuda").bfloat16()
+    return 2 * size**3 / timer.warm([lambda: torch.mm(a, b, out=out)]).median / 1e6
 
 
 def measure_limits(timer: Timer) -> dict[str, Any]:
