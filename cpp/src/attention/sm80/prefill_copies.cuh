@@ -33,31 +33,29 @@ public:
 
     // The first tile's keys, and its values if they come together. All places are free.
     __device__ __forceinline__ void begin(const PrefillItem& item) {
+        const Source source(item);
         const int tile = first_tile(item);
-        look_up(item, tile);
-        copy_keys(item, tile, ahead_);
-        if constexpr (kTogether) {
-            copy_values(item, tile, ahead_);
-        }
+        look_up(source, tile);
+        copy<true, kTogether>(source, tile, ahead_);
         cute::cp_async_fence();
         now_ = ahead_;
-        look_up(item, tile + 1);
+        look_up(source, tile + 1);
     }
 
     // Waits for the tile's keys; calls for what has a place now. All warps come here.
     __device__ __forceinline__ const char* wait_for_keys(const PrefillItem& item, int tile) {
+        const Source source(item);
         cute::cp_async_wait<0>();
         __syncthreads();
         if constexpr (kTogether) {
-            copy_keys(item, tile + 1, ahead_);
-            copy_values(item, tile + 1, ahead_);
+            copy<true, true>(source, tile + 1, ahead_);
             cute::cp_async_fence();
-            look_up(item, tile + 2);
+            look_up(source, tile + 2);
         } else {
-            copy_values(item, tile, now_);
+            copy<false, true>(source, tile, now_);
             cute::cp_async_fence();
             if constexpr (kTile.k_stages == 2) {
-                copy_next_keys(item, tile);
+                copy_next_keys(source, tile);
             }
         }
         return keys_at(tile);
@@ -66,10 +64,11 @@ public:
     // Waits for the tile's values. All warps come here, behind their products with the keys.
     __device__ __forceinline__ char* wait_for_values(const PrefillItem& item, int tile) {
         if constexpr (!kTogether) {
+            const Source source(item);
             cute::cp_async_wait<kTile.k_stages - 1>();
             __syncthreads();
             if constexpr (kTile.k_stages == 1) {
-                copy_next_keys(item, tile);
+                copy_next_keys(source, tile);
             }
         }
         return values_at(tile);
@@ -89,6 +88,22 @@ public:
 private:
     static constexpr int kRows = kKeys / kTile.warps;  // of this warp
     static_assert(kRows <= 16);
+
+    // What copies need of an item. It is in shared memory: read before a wait, nobody waits for it.
+    struct Source {
+        int batch_idx;
+        int kv_head;
+        int kv_begin;
+        int begin;  // keys
+        int end;
+
+        __device__ __forceinline__ explicit Source(const PrefillItem& item)
+            : batch_idx(item.batch_idx),
+              kv_head(item.kv_head),
+              kv_begin(item.sequence.kv_begin),
+              begin(item.keys.first),
+              end(item.keys.end) {}
+    };
 
     // Where the warp's keys of a tile are: row r's is lane r's, and lanes behind that repeat.
     struct Places {
@@ -116,60 +131,58 @@ private:
 
     static __device__ int lane() { return static_cast<int>(threadIdx.x % 32); }
 
-    __device__ __forceinline__ void look_up(const PrefillItem& item, int tile) {
+    __device__ __forceinline__ void look_up(const Source& source, int tile) {
         const auto key = static_cast<uint32_t>(tile) * kKeys +
                          static_cast<uint32_t>(first_row() + lane() % kRows);
-        const bool is_needed = key >= static_cast<uint32_t>(item.keys.first) &&
-                               key < static_cast<uint32_t>(item.keys.end);
+        const bool is_needed =
+            key >= static_cast<uint32_t>(source.begin) && key < static_cast<uint32_t>(source.end);
         uint32_t offset;
         const uint32_t index = params_.page_size(offset, key);
         const bool has_pages = params_.block_table != nullptr;
         ahead_.page = is_needed ? 0 : -1;
-        ahead_.offset = static_cast<int32_t>(has_pages ? offset : item.sequence.kv_begin + key);
+        ahead_.offset = static_cast<int32_t>(has_pages ? offset : source.kv_begin + key);
         if (is_needed && has_pages) {
             // Nobody waits for it here.
-            ahead_.page = params_.block_table[item.batch_idx * params_.block_table_stride + index];
+            ahead_.page =
+                params_.block_table[source.batch_idx * params_.block_table_stride + index];
         }
     }
 
-    __device__ __forceinline__ void copy_next_keys(const PrefillItem& item, int tile) {
-        copy_keys(item, tile + 1, ahead_);
+    __device__ __forceinline__ void copy_next_keys(const Source& source, int tile) {
+        copy<true, false>(source, tile + 1, ahead_);
         cute::cp_async_fence();
         now_ = ahead_;
-        look_up(item, tile + 2);
+        look_up(source, tile + 2);
     }
 
-    __device__ __forceinline__ void copy_keys(
-        const PrefillItem& item, int tile, const Places& places
-    ) const {
-        copy<KLayout>(params_.kv[0], item, tile, places, keys_at(tile));
-    }
-
-    __device__ __forceinline__ void copy_values(
-        const PrefillItem& item, int tile, const Places& places
-    ) const {
-        copy<VLayout>(params_.kv[1], item, tile, places, values_at(tile));
-    }
-
-    template <class Layout>
+    template <bool kOfKeys, bool kOfValues>
     __device__ __forceinline__ void copy(
-        const gpu::KvSide& side, const PrefillItem& item, int tile, const Places& places, char* to
+        const Source& source, int tile, const Places& places
     ) const {
-        const int first_key = tile * kKeys + first_row();
-        if (tile * kKeys >= item.keys.end) {
+        if (tile * kKeys >= source.end) {
             return;  // behind the last tile
         }
-        const int page = __shfl_sync(kWarp, places.page, 0);
-        const bool is_simple = params_.copies_whole_rows && is_page(params_, page) &&
-                               first_key >= item.keys.first && first_key + kRows <= item.keys.end;
-        if (is_simple) [[likely]] {
-            const int offset = __shfl_sync(kWarp, places.offset, 0);
-            copy_page<Layout>(side, item.kv_head, page, offset, to);
+        const int first_key = tile * kKeys + first_row();
+        const bool is_simple = params_.copies_whole_rows && params_.copies_by_places &&
+                               is_page(params_, places.page) && first_key >= source.begin &&
+                               first_key + kRows <= source.end;
+        if (__all_sync(kWarp, is_simple)) [[likely]] {
+            if constexpr (kOfKeys) {
+                copy_page<KLayout>(params_.kv[0], source.kv_head, places, keys_at(tile));
+            }
+            if constexpr (kOfValues) {
+                copy_page<VLayout>(params_.kv[1], source.kv_head, places, values_at(tile));
+            }
         } else {
             const Rows rows = {
-                places, item.kv_head, item.keys.first - first_key, item.keys.end - first_key
+                places, source.kv_head, source.begin - first_key, source.end - first_key
             };
-            copy_some<Layout>(params_, side, rows, to);
+            if constexpr (kOfKeys) {
+                copy_some<KLayout>(params_, params_.kv[0], rows, keys_at(tile));
+            }
+            if constexpr (kOfValues) {
+                copy_some<VLayout>(params_, params_.kv[1], rows, values_at(tile));
+            }
         }
     }
 
@@ -177,11 +190,11 @@ private:
         return static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
     }
 
-    // Rows of one page, all of them whole and visible. An instruction takes one slab of several rows:
-    // then the next one's addresses differ by constants.
+    // Rows of one page, all of them whole and visible: then all lanes have the page. An instruction takes
+    // one slab of several rows, so the next one's addresses differ by constants.
     template <class Layout>
     static __device__ __forceinline__ void copy_page(
-        const gpu::KvSide& side, int kv_head, int page, int offset, char* to
+        const gpu::KvSide& side, int kv_head, const Places& places, char* to
     ) {
         static constexpr int kSlab = Layout::kSlab;
         static constexpr int kRowsAtOnce = 32 / kSlab < kRows ? 32 / kSlab : kRows;
@@ -191,19 +204,21 @@ private:
             return;
         }
         const int first = Layout::offset(first_row() + row, chunk);
-        const char* from = side.data + kv_head * side.head_stride + chunk * 16 +
-                           page * side.page_stride +
-                           static_cast<int64_t>(offset + row) * side.token_stride;
+        const int offset = places.offset - lane() % kRows + row;
+        uint32_t from = places.page * gpu::in_chunks(side.page_stride) +
+                        offset * gpu::in_chunks(side.token_stride) +
+                        kv_head * gpu::in_chunks(side.head_stride) + chunk;
 #pragma unroll
         for (int more = 0; more < kRows; more += kRowsAtOnce) {
+            const char* const row_of_slab = side.data + static_cast<uint64_t>(from) * 16;
 #pragma unroll
             for (int slab = 0; slab < Layout::kChunks; slab += kSlab) {
                 cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
-                    *reinterpret_cast<const cute::uint128_t*>(from + slab * 16),
+                    *reinterpret_cast<const cute::uint128_t*>(row_of_slab + slab * 16),
                     *reinterpret_cast<cute::uint128_t*>(to + Layout::offset_from(first, more, slab))
                 );
             }
-            from += kRowsAtOnce * side.token_stride;
+            from += kRowsAtOnce * gpu::in_chunks(side.token_stride);
         }
     }
 

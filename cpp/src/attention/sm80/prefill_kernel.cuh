@@ -65,7 +65,7 @@ public:
             }
             has_former = true;
             cute::cp_async_wait<1>();  // the queries are there, the keys may be on their way
-            __syncthreads();
+            __syncwarp();
             Queries queries;
             queries.load(params, item, query_rows, shared.scales);
             softmax.begin(out);
@@ -151,6 +151,9 @@ private:
         };
 #pragma unroll 1
         for (; tile < Copies::end_tile(item); ++tile) {
+            // What the item says is read before the wait. Keys that all rows see need no mask.
+            const bool is_boundary =
+                tile * kKeys < item.keys.all_begin || (tile + 1) * kKeys > item.keys.all_end;
             const char* k_tile = copies.wait_for_keys(item, tile);
             const int first_key = tile * kKeys;
             if (Copies::end_tile(item) - tile == 2) {
@@ -162,25 +165,23 @@ private:
             if (transforms) [[unlikely]] {
                 Rules::transform(params, item, scales, first_key, scores);
             }
-            // Keys that all rows see need no mask.
-            const bool is_boundary =
-                first_key < item.keys.all_begin || first_key + kKeys > item.keys.all_end;
             if (is_boundary) [[unlikely]] {
                 Rules::mask(params, item, first_key, scores);
             }
-            softmax.raise(scores, out, factor);
             char* v_tile = copies.wait_for_values(item, tile);
-            const bool rows_differ =
-                item.keys.all_begin > item.keys.first || item.keys.all_end < item.keys.end;
-            if (is_boundary && rows_differ) [[unlikely]] {
-                Values::take_non_finite(params, item, first_key, v_tile, out);
+            if (is_boundary) [[unlikely]] {
+                const bool rows_differ =
+                    item.keys.all_begin > item.keys.first || item.keys.all_end < item.keys.end;
+                if (rows_differ) {
+                    Values::take_non_finite(params, item, first_key, v_tile, out);
+                }
             }
             add_values<0>(v_tile, scores, factor, softmax, out);
         }
         return claim;
     }
 
-    // 16 keys at a time, from step s on. (No loop: nvcc 13.0 does not unroll this one on 8.0, where fp8
+    // Some keys at a time, from step s on. (No loop: nvcc 13.0 does not unroll this one on 8.0, where fp8
     // is widened by several instructions, and scores would lie in local memory.)
     template <int s, class Factor>
     static __device__ __forceinline__ void add_values(
@@ -190,10 +191,14 @@ private:
         SoftmaxOf& softmax,
         Output& out
     ) {
-        typename SoftmaxOf::Weights weights;
-        softmax.weigh(scores, s, weights, factor);
-        Values::multiply(v_tile, s * 16, weights, out);
-        if constexpr (s + 1 < kKeys / 16) {
+        static constexpr int kSteps = SoftmaxOf::kSteps;
+        typename SoftmaxOf::Weights weights[kSteps];
+        softmax.template weigh<s>(scores, weights, out, factor);
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+            Values::multiply(v_tile, (s * kSteps + i) * 16, weights[i], out);
+        }
+        if constexpr ((s + 1) * kSteps * 16 < kKeys) {
             add_values<s + 1>(v_tile, scores, factor, softmax, out);
         }
     }

@@ -22,7 +22,8 @@ public:
     // Of lane (g, t): rows g [0, 1] and g + 8 [2, 3], keys 2t and 2t + 1 of each eight.
     using Scores = float[kRowSteps][kKeyTiles][4];
 
-    // Copies a tile's rows, as they are, as part of the next cp.async group. Zeros behind their ends.
+    // Copies a tile's rows, as they are, as part of the next cp.async group. Zeros behind their ends. Each
+    // warp copies its own rows, eight at a time, four lanes a row.
     static __device__ __forceinline__ void copy(
         const KernelParams& params, const PrefillItem& item, char* rows
     ) {
@@ -30,21 +31,24 @@ public:
         const int row_bytes = is_float8(params.q_dtype) ? params.head_dim : 2 * params.head_dim;
         const int num_rows = item.num_tokens * params.shape.group;
 #pragma unroll 1
-        for (int i = static_cast<int>(threadIdx.x); i < kPrefillRows * kChunks;
-             i += Config::kThreads) {
-            const int row = i / kChunks;
-            const int byte = i % kChunks * 16;
-            const bool is_there = row < num_rows && byte < row_bytes;
+        for (int eight = 0; eight < 2 * kRowSteps; ++eight) {
+            const int row = row_of_lane<Config>(0, eight);
             const Row at = find_row_of_tile(params, item, row);
             const char* from =
                 params.q +
                 static_cast<int64_t>(item.sequence.q_begin + at.token) * params.q_row_stride +
-                at.head * params.q_head_stride + byte;
-            char* to = rows + Layout::offset(row, i % kChunks);
-            if (params.q_is_aligned) [[likely]] {
-                ptx::cp_async_16_bytes_if(is_there, to, is_there ? from : params.q);
-            } else {
-                copy_bytes(to, from, is_there ? row_bytes - byte : 0);
+                at.head * params.q_head_stride;
+#pragma unroll
+            for (int first = 0; first < kChunks; first += 4) {
+                const int chunk = first + static_cast<int>(threadIdx.x % 4);
+                const int byte = chunk * 16;
+                const bool is_there = row < num_rows && byte < row_bytes;
+                char* to = rows + Layout::offset(row, chunk);
+                if (params.q_is_aligned) [[likely]] {
+                    ptx::cp_async_16_bytes_if(is_there, to, is_there ? from + byte : params.q);
+                } else {
+                    copy_bytes(to, from + byte, is_there ? row_bytes - byte : 0);
+                }
             }
         }
     }
@@ -55,7 +59,7 @@ public:
         float of_row[Config::kFloat8 ? kPrefillRows : 1];
     };
 
-    // Once the rows are there, and all warps have met.
+    // Once the warp's rows are there.
     __device__ __forceinline__ void load(
         const KernelParams& params, const PrefillItem& item, char* rows, Scales& scales
     ) {

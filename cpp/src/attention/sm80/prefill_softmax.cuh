@@ -21,6 +21,7 @@ public:
     using Output = float[kRowSteps][kValueTiles][4];
     // Of 16 keys: an operand of the tensor cores.
     using Weights = uint32_t[kRowSteps][4];
+    static constexpr int kSteps = Config::kKeysAtOnce / 16;
 
     __device__ __forceinline__ void begin(Output& out) {
 #pragma unroll
@@ -40,53 +41,28 @@ public:
         }
     }
 
-    // Before a tile is weighed. factor(n, i): from scores to log2 units, > 0.
-    template <class Factor>
-    __device__ __forceinline__ void raise(const Scores& scores, Output& out, const Factor& factor) {
-        float largest[kRowSteps][2];
-        bool rises = false;
-#pragma unroll
-        for (int n = 0; n < kRowSteps; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float& of_row = largest[n][i];
-                of_row = fmaxf(scores[n][0][2 * i], scores[n][0][2 * i + 1]);
-#pragma unroll
-                for (int j = 1; j < kKeyTiles; ++j) {
-                    of_row = fmaxf(of_row, fmaxf(scores[n][j][2 * i], scores[n][j][2 * i + 1]));
-                }
-                of_row = fmaxf(of_row, __shfl_xor_sync(kWarp, of_row, 1));
-                of_row = fmaxf(of_row, __shfl_xor_sync(kWarp, of_row, 2)) * factor(n, i);
-                rises = rises || of_row > reference[n][i] + kSlack;
-            }
-        }
-        // Seldom after the first tiles. A factor of 1 changes no bits, so that rows need not be alone
-        // to be the same.
-        if (__any_sync(kWarp, rises)) {
-            rescale(largest, out);
-        }
-    }
-
-    // Scores of keys 16 s to 16 s + 15 become weights.
-    template <class Factor>
+    // The s-th keys become weights, kSteps x 16 of them. factor(n, i): from scores to log2 units, > 0. A
+    // reference is seldom passed by, so scores are weighed before anybody has looked for the largest: a
+    // weight above 2^8 makes a sum that is, too, or a NaN, and then they are weighed again.
+    template <int s, class Factor>
     __device__ __forceinline__ void weigh(
-        const Scores& scores, int s, Weights& weights, const Factor& factor
+        const Scores& scores, Weights (&weights)[kSteps], Output& out, const Factor& factor
     ) {
+        float sums[kRowSteps][2];
+        weigh_at_once<s>(scores, weights, sums, factor);
+        float total = 0.0f;
 #pragma unroll
         for (int n = 0; n < kRowSteps; ++n) {
+            total += sums[n][0] + sums[n][1];
+        }
+        if (__any_sync(kWarp, !(total <= kMost))) [[unlikely]] {
+            raise<s>(scores, out, factor);
+            weigh_at_once<s>(scores, weights, sums, factor);
+        }
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                float p[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    p[i] = ptx::exp2_approx(
-                        fmaf(scores[n][2 * s + j][i], factor(n, i / 2), -reference[n][i / 2])
-                    );
-                    sum[n][i / 2] += p[i];
-                }
-                weights[n][2 * j] = Math::pack(p[0], p[1]);
-                weights[n][2 * j + 1] = Math::pack(p[2], p[3]);
-            }
+        for (int n = 0; n < kRowSteps; ++n) {
+            sum[n][0] += sums[n][0];
+            sum[n][1] += sums[n][1];
         }
     }
 
@@ -110,6 +86,60 @@ private:
     // A row keeps its reference until a score is above it by more: weights up to 2^8 fit every type,
     // and most rescaling falls away.
     static constexpr float kSlack = 8.0f;
+    static constexpr float kMost = 256.0f;
+
+    template <int s, class Factor>
+    __device__ __forceinline__ void weigh_at_once(
+        const Scores& scores,
+        Weights (&weights)[kSteps],
+        float (&sums)[kRowSteps][2],
+        const Factor& factor
+    ) const {
+#pragma unroll
+        for (int n = 0; n < kRowSteps; ++n) {
+            float part[2][2];
+#pragma unroll
+            for (int j = 0; j < 2 * kSteps; ++j) {
+                float p[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    p[i] = ptx::exp2_approx(fmaf(
+                        scores[n][2 * kSteps * s + j][i], factor(n, i / 2), -reference[n][i / 2]
+                    ));
+                    float& of_row = part[i / 2][i % 2];
+                    of_row = j == 0 ? p[i] : of_row + p[i];
+                }
+                weights[j / 2][n][2 * (j % 2)] = Math::pack(p[0], p[1]);
+                weights[j / 2][n][2 * (j % 2) + 1] = Math::pack(p[2], p[3]);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                sums[n][i] = part[i][0] + part[i][1];
+            }
+        }
+    }
+
+    // Which of the rows' references rise, each by its own scores: a row's bits do not depend on others.
+    template <int s, class Factor>
+    __device__ __forceinline__ void raise(const Scores& scores, Output& out, const Factor& factor) {
+        static constexpr int kFirst = 2 * kSteps * s;
+        float largest[kRowSteps][2];
+#pragma unroll
+        for (int n = 0; n < kRowSteps; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float& of_row = largest[n][i];
+                of_row = fmaxf(scores[n][kFirst][2 * i], scores[n][kFirst][2 * i + 1]);
+#pragma unroll
+                for (int j = kFirst + 1; j < kFirst + 2 * kSteps; ++j) {
+                    of_row = fmaxf(of_row, fmaxf(scores[n][j][2 * i], scores[n][j][2 * i + 1]));
+                }
+                of_row = fmaxf(of_row, __shfl_xor_sync(kWarp, of_row, 1));
+                of_row = fmaxf(of_row, __shfl_xor_sync(kWarp, of_row, 2)) * factor(n, i);
+            }
+        }
+        rescale(largest, out);
+    }
 
     __device__ __forceinline__ void rescale(const float (&largest)[kRowSteps][2], Output& out) {
 #pragma unroll

@@ -112,12 +112,9 @@ public:
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int row = row_of_lane<Config>(n, half);
-                if (row < num_rows) {
-                    const RowSum sum = {softmax.reference[n][half], softmax.sum[n][half]};
-                    write_row(
-                        params, item, find_row_of_tile(params, item, row), sum, scale, half, out[n]
-                    );
-                }
+                const Row at = find_row_of_tile(params, item, row);
+                const RowSum sum = {softmax.reference[n][half], softmax.sum[n][half]};
+                write_row(params, item, at, row < num_rows, sum, scale, half, out[n]);
             }
         }
     }
@@ -189,22 +186,22 @@ private:
         }
     }
 
-    // The four lanes that have the row come here. Each has four elements in a row of every 16.
+    // Each of the four lanes that have a row has four elements in a row of every 16. All lanes of the warp
+    // come here: with the row's alone, each shuffle would first have to find out who is there.
     static __device__ __forceinline__ void write_row(
         const KernelParams& params,
         const PrefillItem& item,
         const Row& at,
+        bool is_there,
         RowSum sum,
         float scale,
         int half,
         const float (&out)[SoftmaxOf::kValueTiles][4]
     ) {
-        const int lane = static_cast<int>(threadIdx.x % 32);
-        const int t = lane % 4;
-        const unsigned lanes_of_row = 0xfu << (lane - t);
+        const int t = static_cast<int>(threadIdx.x % 4);
         const int64_t token = item.sequence.q_begin + at.token;
         const float factor = finish_row(params, at.head, sum) * scale;
-        if (t == 0 && params.softmax_lse != nullptr) {
+        if (is_there && t == 0 && params.softmax_lse != nullptr) {
             params.softmax_lse[at.head * params.lse_head_stride + token * params.lse_row_stride] =
                 lse_of(sum);
         }
@@ -219,7 +216,7 @@ private:
                 const float values[4] = {
                     early[0] * factor, late[0] * factor, early[1] * factor, late[1] * factor
                 };
-                if (element < params.head_dim_v) {
+                if (is_there && element < params.head_dim_v) {
                     write_four<Config>(params, to + element, values);
                 }
             } else {
@@ -228,9 +225,9 @@ private:
                 const uint32_t first = Math::pack(early[0] * factor, early[1] * factor);
                 const uint32_t second = Math::pack(late[0] * factor, late[1] * factor);
                 const bool is_odd = t % 2 == 1;
-                const uint32_t got = __shfl_xor_sync(lanes_of_row, is_odd ? first : second, 1);
+                const uint32_t got = __shfl_xor_sync(kWarp, is_odd ? first : second, 1);
                 const int element = step * 16 + (is_odd ? 8 : 0) + t / 2 * 4;
-                if (element < params.head_dim_v) {
+                if (is_there && element < params.head_dim_v) {
                     write_words(
                         params,
                         to + element,
