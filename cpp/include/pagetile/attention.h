@@ -57,6 +57,9 @@ struct AttentionParams {
     const void* sinks = nullptr;  // [Hq] logits, natural units, unscaled; may be null
     DType sinks_dtype = DType::kFloat32;
     int64_t sinks_stride = 0;
+    // Long queries may be multiplied in e4m3: q and the caches, which must be e4m3, as they are, and the
+    // softmax's weights rounded to it. Faster, less precise; on a GPU that has a kernel for it.
+    bool fp8_products = false;
     Scale q_scale;  // only for an fp8 q
     Scale k_scale;  // only for fp8 caches
     Scale v_scale;

@@ -63,6 +63,16 @@ void check_types(const AttentionParams& params) {
         dtype_name(params.sinks_dtype)
     );
     check(
+        !params.fp8_products || params.q_dtype == DType::kFloat8E4M3,
+        "paged_attention: fp8_products needs a float8_e4m3fn q, got ",
+        dtype_name(params.q_dtype)
+    );
+    check(
+        !params.fp8_products || params.kv_dtype == DType::kFloat8E4M3,
+        "paged_attention: fp8_products needs float8_e4m3fn caches, got ",
+        dtype_name(params.kv_dtype)
+    );
+    check(
         params.q_scale.data == nullptr || is_float8(params.q_dtype),
         "paged_attention: q_scale needs an fp8 q, got ",
         dtype_name(params.q_dtype)

@@ -237,6 +237,21 @@ bool is_plan_for(const PlanShape& shape, const PlanParams& step, Gpu gpu) {
     return plan_shape(step, gpu).long_rows == shape.long_rows;
 }
 
+#if PAGETILE_HAS_SM90
+
+// Whether the WGMMA kernel multiplies queries, keys and values of the call as the e4m3 that they are.
+bool multiplies_e4m3(const AttentionParams& params, HeadDims dims) {
+    return params.fp8_products && sm90::can_multiply_e4m3(
+                                      params.q_dtype,
+                                      params.kv_dtype,
+                                      params.out_dtype,
+                                      sm90::prefill_dims(dims),
+                                      transforms_scores(params)
+                                  );
+}
+
+#endif
+
 // Whether the prefill kernel that would run makes good use of few tiles: it cuts items, and warpgroups leave
 // out those of which they have no rows. The portable one does neither, nor what widens 64 elements the latter.
 bool cuts_items(const AttentionParams& params, HeadDims dims) {
@@ -248,7 +263,8 @@ bool cuts_items(const AttentionParams& params, HeadDims dims) {
     const bool has_boxes = params.block_table == nullptr || params.page_size % kLeastBox == 0;
     return !is_float8(params.kv_dtype) ||
            (has_boxes && dims.k > 64 &&
-            sm90::can_widen(params.q_dtype, sm90::prefill_dims(dims), false));
+            (multiplies_e4m3(params, dims) ||
+             sm90::can_widen(params.q_dtype, sm90::prefill_dims(dims), false)));
 #else
     return !is_float8(params.kv_dtype);
 #endif
@@ -348,9 +364,11 @@ sm90::PieceSums pieces_of(const Call& call) {
 bool describe_wgmma_prefill(const Call& call, sm90::PrefillParams& prefill) {
     const AttentionParams& params = call.params;
     const HeadDims dims = sm90::prefill_dims(call.dims);
-    const bool has_instance = is_float8(params.kv_dtype)
-                                  ? sm90::can_widen(params.q_dtype, dims, call.kernel.transforms)
-                                  : params.kv_dtype == params.q_dtype;
+    const bool has_instance =
+        is_float8(params.kv_dtype)
+            ? multiplies_e4m3(params, call.dims) ||
+                  sm90::can_widen(params.q_dtype, dims, call.kernel.transforms)
+            : params.kv_dtype == params.q_dtype;
     if (call.shape.long_rows < 0 || !call.gpu.has_wgmma || !has_instance) {
         return false;
     }
@@ -384,7 +402,7 @@ void launch_wgmma_prefill(Call& call, sm90::PrefillParams& prefill) {
     }
     sm90::launch_prefill(
         prefill,
-        call.params.q_dtype,
+        call.params.out_dtype,
         sm90::prefill_dims(call.dims),
         call.gpu.num_sms,
         call.params.device,

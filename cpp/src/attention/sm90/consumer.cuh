@@ -7,9 +7,7 @@
 // values; the softmax of the next tile runs while the tensor cores are at the latter. So they are
 // never without work, and an item has no prologue of its own.
 
-#include "attention/sm90/pieces.cuh"
-#include "attention/sm90/results.cuh"
-#include "attention/sm90/values.cuh"
+#include "attention/sm90/finish_item.cuh"
 
 #include <cstdint>
 
@@ -286,24 +284,12 @@ private:
         }
     }
 
-    // The results of an item, once all of its pieces are there.
     __device__ __forceinline__ void end_item(
         const Item& item, float (&largest)[2], float (&sum)[2]
     ) {
-        bool is_whole = true;
-        bool is_wild = false;
-        if constexpr (Config::kCuts) {
-            is_wild = shared_.is_wild[&item - shared_.items];
-            is_whole = item.pieces == 1 ||
-                       Pieces<Config>::merge(pieces_, item, largest, sum, out_, is_wild);
-        }
-        if (is_whole) {
-            store_results<Config>(params_, item, warpgroup_, largest, sum, out_);
-            if (is_wild || (!Config::kCuts && shared_.is_wild[&item - shared_.items]))
-                [[unlikely]] {
-                Repair<Config>::run(params_, item, warpgroup_, is_e5m2_);
-            }
-        }
+        finish_item<Config>(
+            params_, pieces_, is_e5m2_, shared_, item, warpgroup_, largest, sum, out_
+        );
         items_.release(item);
     }
 
@@ -343,7 +329,7 @@ private:
     uint32_t num_queries_ = 0;  // items whose queries are no longer needed
     RingPlace<kStages> k_;
     RingPlace<kStages> v_;
-    Softmax softmax_;
+    Softmax<> softmax_;
     float scores_[kKeys / 2];
     uint32_t weights_[kKeys / 4];
     float out_[Config::kHeadDimV / 2];

@@ -5,8 +5,10 @@
 // what it was measured to do.
 
 #include "attention/sm90/consumer.cuh"
+#include "attention/sm90/fp8_consumer.cuh"
 #include "attention/sm90/producer.cuh"
 #include "attention/sm90/row_producer.cuh"
+#include "attention/sm90/transposing_producer.cuh"
 #include "attention/sm90/widening_producer.cuh"
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -21,7 +23,7 @@ __device__ __forceinline__ void begin_barriers(Shared<Config>& shared) {
     constexpr int kWarpgroups = Config::kTile.warpgroups;
     constexpr int kBringKeys =
         Config::kWidens || Config::kLoadsRows ? 2 : 1;  // TMA counts for itself
-    constexpr int kBringValues = Config::kLentGranules > 0 ? 2 : 1;
+    constexpr int kBringValues = Config::kLentGranules > 0 || Config::kTransposes ? 2 : 1;
     if (threadIdx.x == 0) {
         for (int i = 0; i < Config::kTile.stages; ++i) {
             ClusterBarrier::init(&shared.k_full[i], kBringKeys);
@@ -39,7 +41,7 @@ __device__ __forceinline__ void begin_barriers(Shared<Config>& shared) {
             ClusterBarrier::init(&shared.item_free[i], kLoaders + 4 * kWarpgroups);
             ClusterBarrier::init(&shared.item_begun[i], 1);
         }
-        if constexpr (Config::kWidens) {
+        if constexpr (Config::kIsFloat8) {
             for (auto& of_warp : shared.raw.full) {
                 for (uint64_t& full : of_warp) {
                     ClusterBarrier::init(&full, 1);
@@ -61,10 +63,10 @@ template <class Config>
 __device__ __forceinline__ void produce(
     const PrefillParams& params, Shared<Config>& shared, Role role
 ) {
-    using Loader = std::conditional_t<
-        Config::kWidens,
-        WideningProducer<Config>,
-        std::conditional_t<Config::kLoadsRows, RowProducer<Config>, Producer<Config>>>;
+    using Copier = std::conditional_t<Config::kLoadsRows, RowProducer<Config>, Producer<Config>>;
+    using Changer =
+        std::conditional_t<Config::kWidens, WideningProducer<Config>, TransposingProducer<Config>>;
+    using Loader = std::conditional_t<Config::kIsFloat8, Changer, Copier>;
     switch (role) {
         case Role::kKeys:
             Loader(params, shared).load_keys();
@@ -103,7 +105,9 @@ __global__ void __launch_bounds__(
         produce(params, shared, static_cast<Role>(my_warp()));
     } else {
         cutlass::arch::warpgroup_reg_alloc<consumer_registers(kTile, kLoading)>();
-        Consumer<ThisConfig>(params, shared, my_warp() / 4 - 1).run();
+        using Multiplier = std::
+            conditional_t<ThisConfig::kTransposes, Fp8Consumer<ThisConfig>, Consumer<ThisConfig>>;
+        Multiplier(params, shared, my_warp() / 4 - 1).run();
     }
 }
 

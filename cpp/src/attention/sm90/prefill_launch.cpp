@@ -9,7 +9,7 @@ namespace pagetile::sm90 {
 namespace {
 
 constexpr const char* kFunction = "paged_attention";
-constexpr int kVariants = 6;  // of a type and a pair of head dimensions
+constexpr int kVariants = 8;  // of a type and a pair of head dimensions
 constexpr int kInstances = 2 * gpu::kHeadDimPairs * kVariants;
 
 // Whether an instance may have its shared memory on a device, asked for once.
@@ -31,19 +31,27 @@ bool can_widen(DType q_dtype, HeadDims dims, bool transforms) {
     return is_built && !is_float8(q_dtype) && !transforms;
 }
 
+bool can_multiply_e4m3(
+    DType q_dtype, DType kv_dtype, DType out_dtype, HeadDims dims, bool transforms
+) {
+    const bool has_results = out_dtype == DType::kFloat16 || out_dtype == DType::kBFloat16;
+    return q_dtype == DType::kFloat8E4M3 && kv_dtype == DType::kFloat8E4M3 && has_results &&
+           dims == HeadDims{128, 128} && !transforms;
+}
+
 void launch_prefill(
     PrefillParams& params,
-    DType q_dtype,
+    DType out_dtype,
     HeadDims dims,
     int num_ctas,
     Device device,
     cudaStream_t stream
 ) {
     const bool transforms = params.call.transforms;
-    const PrefillInstance instance = q_dtype == DType::kFloat16
+    const PrefillInstance instance = out_dtype == DType::kFloat16
                                          ? prefill_half_t(dims, transforms, params.loading)
                                          : prefill_bfloat16_t(dims, transforms, params.loading);
-    std::atomic<bool>& ready = is_ready(q_dtype, dims, transforms, params.loading, device);
+    std::atomic<bool>& ready = is_ready(out_dtype, dims, transforms, params.loading, device);
     if (!ready.load(std::memory_order_acquire)) {
         const RelaxedCapture relaxed(kFunction);
         check_launch(

@@ -267,6 +267,7 @@ public:
             __syncwarp();
         }
         RingPlace<kBuffers> buffer;
+        [[maybe_unused]] int32_t num_tiles = 0;
         for (uint32_t turn = 0;; ++turn) {
             wait(&shared_.item_free[turn % kItems], (turn / kItems % 2) ^ 1);
             if (kBuffers > 1) {
@@ -278,6 +279,10 @@ public:
             const bool found = find(items, item);
             if (!found) {
                 item.num_tokens = kNoMore;
+            }
+            if constexpr (Config::kSkipsItems) {
+                shared_.raw.places[turn % kItems] = num_tiles + item.last_tile;
+                num_tiles += item.last_tile - item.first_tile + 1;
             }
             __syncwarp();
             if (threadIdx.x % 32 == 0) {
@@ -324,9 +329,12 @@ private:
             item.keys.first / Config::kKeys,
             max(item.keys.end - 1, item.keys.first) / Config::kKeys + 1,
         };
-        if constexpr (Config::kWidens) {
+        if constexpr (Config::kIsFloat8) {
             item.factor = params_.call.scale * scale_at(params_.call.k_scale, item);
             item.v_scale = scale_at(params_.call.v_scale, item);
+        }
+        if constexpr (Config::kTransposes) {
+            item.factor *= scale_at(params_.call.q_scale, item);
         }
         item.warpgroups = (item.num_tokens * params_.call.shape.group + 63) / 64;
         item.pieces = 1;

@@ -115,7 +115,7 @@ __device__ __forceinline__ void store_results(
         const int64_t row = item.sequence.q_begin + item.first_token + rows.token[i];
         finish_part<Config>();
         float scale = finish_row(params, is_there ? head : 0, largest[i], sum[i]);
-        if constexpr (Config::kWidens) {
+        if constexpr (Config::kIsFloat8) {
             scale *= item.v_scale;
         }
         if (params.softmax_lse != nullptr && threadIdx.x % 4 == 0 && is_there) {

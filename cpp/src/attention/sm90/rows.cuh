@@ -62,7 +62,30 @@ visible_in_tile(const PlanShape& shape, const Item& item, int32_t token, int32_t
     return {keys.begin - first, keys.end - first};
 }
 
-// Keys that a row may not see: from `end` on, or, with kBelow, before `begin`.
+// Keys that row i of the thread's two, one of `token`, may not see: from `end` on, or, with kBelow, before
+// `begin`.
+template <class Config, bool kBelow>
+__device__ __forceinline__ void mask_row(
+    const PlanShape& shape,
+    const Item& item,
+    int32_t token,
+    int32_t tile,
+    int i,
+    float (&scores)[Config::kKeys / 2]
+) {
+    const Visible keys = visible_in_tile<Config>(shape, item, token, tile);
+#pragma unroll
+    for (int j = 0; j < Config::kKeys / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int column = 8 * j + c;
+            float& score = scores[4 * j + 2 * i + c];
+            const bool is_seen = kBelow ? column >= keys.begin : column < keys.end;
+            score = is_seen ? score : -kInfinity;
+        }
+    }
+}
+
 template <class Config, bool kBelow>
 __device__ __forceinline__ void mask_side(
     const PlanShape& shape,
@@ -73,17 +96,7 @@ __device__ __forceinline__ void mask_side(
 ) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const Visible keys = visible_in_tile<Config>(shape, item, rows.token[i], tile);
-#pragma unroll
-        for (int j = 0; j < Config::kKeys / 8; ++j) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int column = 8 * j + c;
-                float& score = scores[4 * j + 2 * i + c];
-                const bool is_seen = kBelow ? column >= keys.begin : column < keys.end;
-                score = is_seen ? score : -kInfinity;
-            }
-        }
+        mask_row<Config, kBelow>(shape, item, rows.token[i], tile, i, scores);
     }
 }
 
@@ -144,12 +157,30 @@ __device__ __forceinline__ void transform(
     }
 }
 
+// What weights are relative to: a score of the row's. They may grow to 2^kGrowth before another one is
+// taken. 16 bits hold large weights with the same relative precision as small ones.
+struct WideWeights {
+    static constexpr float kGrowth = 8.0f;
+
+    static __device__ __forceinline__ float reference(float top) { return top; }
+};
+
+// e4m3 holds up to 448, and nothing below 2^-10: the largest weight is to be as large as it can. At a new
+// reference it is one of more than 128 and up to 256, and it may grow to 430. A whole number for a reference
+// changes no mantissa: how a weight is rounded does not depend on which tile brought the row's maximum.
+struct NarrowWeights {
+    static constexpr float kGrowth = 8.75f;
+
+    static __device__ __forceinline__ float reference(float top) { return ceilf(top) - 8.0f; }
+};
+
 // The softmax of two rows. A row keeps its maximum until a score passes it by 2^8: so seldom are
 // the sums scaled, and weights stay below 256. A row alone decides, so its bits do not depend on
 // the rows beside it.
+template <class Weights = WideWeights>
 class Softmax {
 public:
-    float largest[2];  // in log2 units
+    float largest[2];  // in log2 units: what weights are relative to
     float sum[2];      // of this thread's keys
     float rescale[2];  // if has_grown: for the sums of before the last tile
     bool has_grown;    // a maximum of the warp's rows
@@ -183,7 +214,7 @@ public:
     __device__ __forceinline__ void step_at_once(
         const float (&scores)[kScores], float factor, uint32_t (&weights)[kScores / 2]
     ) {
-        constexpr float kMost = 1 << kGrowth;
+        constexpr float kMost = 1 << static_cast<int>(Weights::kGrowth);
         float sums[2];
         const auto keep = [&](int j, const float (&four)[4]) {
             weights[j / 2] = pack(Element{}, four[0], four[1]);
@@ -199,8 +230,6 @@ public:
     }
 
 private:
-    static constexpr int kGrowth = 8;
-
     // The vote also holds back the exponentials until both rows have their maximum: else ptxas takes one
     // row after the other, and all wait for the second one's shuffles.
     template <int kScores>
@@ -216,13 +245,13 @@ private:
         for (int i = 0; i < 2; ++i) {
             top[i] = fmaxf(top[i], __shfl_xor_sync(kWarp, top[i], 1));
             top[i] = fmaxf(top[i], __shfl_xor_sync(kWarp, top[i], 2)) * factor;
-            grows[i] = top[i] - largest[i] > kGrowth;
+            grows[i] = top[i] - largest[i] > Weights::kGrowth;
         }
         has_grown = __any_sync(kWarp, grows[0] | grows[1]);
         if (has_grown) [[unlikely]] {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float now = grows[i] ? top[i] : largest[i];
+                const float now = grows[i] ? Weights::reference(top[i]) : largest[i];
                 rescale[i] = ptx::exp2_approx(largest[i] - now);
                 sum[i] *= rescale[i];
                 largest[i] = now;

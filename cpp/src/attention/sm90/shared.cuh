@@ -25,6 +25,8 @@ using gpu::kWarp;
 //
 // kWidens: keys and values have 8 bits, and the producers widen them: keys to the queries' type, values
 // to fp16, which holds them all and weights, too.
+//
+// kTransposes: queries, keys and values are e4m3, and multiplied as that. Element is the results' type.
 template <
     class Element_,
     int kHeadDim_,
@@ -34,8 +36,12 @@ template <
 struct Config {
     using Element = Element_;
     static constexpr bool kWidens = kLoading == Loading::kWidened;
+    static constexpr bool kTransposes = kLoading == Loading::kTransposed;
     static constexpr bool kLoadsRows = kLoading == Loading::kRows;
-    using Value = std::conditional_t<kWidens, cutlass::half_t, Element>;
+    static constexpr bool kIsFloat8 =
+        kWidens || kTransposes;  // keys and values, where they come from
+    using Value = std::conditional_t<kIsFloat8, cutlass::half_t, Element>;
+    static constexpr int kBytes = kTransposes ? 1 : 2;  // of an element that is multiplied
     static constexpr bool kTransforms = kTransforms_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -43,19 +49,21 @@ struct Config {
     static constexpr bool kCuts = cuts_items(kHeadDimV, kTransforms);
     // Warpgroups leave out items of which they have no rows. Others lack registers for it.
     static constexpr bool kLeavesOut = kTile.warpgroups == 3 && !(kWidens && kHeadDim == 64);
+    // And all of such an item, not all but its first tile.
+    static constexpr bool kSkipsItems = kTransposes;
     // There are registers for the weights of two tiles.
     static constexpr bool kKeepsWeights = kHeadDim != 128;
     static constexpr int kRows = kTile.rows();
     static constexpr int kKeys = kTile.keys;
     static constexpr int kGranules = kKeys / kGranule;
-    static constexpr int kSlabs = kHeadDim / kSlabElements;
-    static constexpr int kSlabsV = kHeadDimV / kSlabElements;
-    static constexpr int kQueryBytes = kRows * kHeadDim * 2;
-    static constexpr int kKeyBytes = kKeys * kHeadDim * 2;
-    static constexpr int kValueBytes = kKeys * kHeadDimV * 2;
+    static constexpr int kSlabs = kHeadDim * kBytes / kSlabBytes;
+    static constexpr int kSlabsV = kHeadDimV * kBytes / kSlabBytes;
+    static constexpr int kQueryBytes = kRows * kHeadDim * kBytes;
+    static constexpr int kKeyBytes = kKeys * kHeadDim * kBytes;
+    static constexpr int kValueBytes = (kTransposes ? kSlabBytes : kKeys * kBytes) * kHeadDimV;
     static constexpr int kLentGranules = lent_granules(kHeadDim, kLoading);
     // Tiles of 8 bits that the producers are ahead by.
-    static constexpr int kRawStages = kWidens ? 2 : 0;
+    static constexpr int kRawStages = kIsFloat8 ? 2 : 0;
 };
 
 // An item, or a piece of it.
@@ -67,7 +75,7 @@ struct Item : gpu::PrefillItem {
     int32_t pieces;
     int32_t cut_item;    // among those that are cut
     int32_t first_slot;  // of its pieces' sums
-    float factor;        // kWidens: from scores to log2 units
+    float factor;        // kIsFloat8: from scores to log2 units
     float v_scale;
 };
 
@@ -84,18 +92,28 @@ inline constexpr int kItems = 4;  // of the ring of items: a power of two
 
 inline constexpr int kLoaders = 3;  // warps that bring keys and values
 
-// Tiles of 8 bits, [key][head_dim], and a barrier for each warp that loads them.
-template <class Config, bool = Config::kWidens>
+// Tiles of 8 bits, [key][head_dim], and a barrier for each warp that loads them. Where only values are
+// changed, keys come to where they are multiplied from.
+template <class Config, bool = Config::kWidens, bool = Config::kTransposes>
 struct RawTiles {};
 
 template <class Config>
-struct RawTiles<Config, true> {
+struct RawTiles<Config, true, false> {
     char k[Config::kRawStages][Config::kKeys * Config::kHeadDim];
     char v[Config::kRawStages][Config::kKeys * Config::kHeadDimV];
     uint64_t full[kLoaders][Config::kRawStages];
 };
 
-// Q: [slab][row][128 bytes]. K: [slab][key][128 bytes]. V: [granule][slab][key of 16][128 bytes].
+template <class Config>
+struct RawTiles<Config, false, true> {
+    char v[Config::kRawStages][Config::kKeys * Config::kHeadDimV];
+    uint64_t full[kLoaders][Config::kRawStages];
+    int32_t places
+        [kItems];  // of items: tile t is the (place - t)-th of all that come through the rings
+};
+
+// Q: [slab][row][128 bytes]. K: [slab][key][128 bytes]. V: [granule][slab][key of 16][128 bytes];
+// kTransposes: [element][128 keys].
 template <class Config>
 struct alignas(1024) Shared {
     static constexpr int kStages = Config::kTile.stages;
@@ -129,7 +147,8 @@ __device__ __forceinline__ void wait(const uint64_t* barrier, uint32_t turn) {
 // warpgroups that leave the tile out.
 template <class Config, bool kIsV>
 __device__ __forceinline__ void free_for_others(const Item& item, int tile, uint64_t* free) {
-    const bool is_left_out = kIsV ? item.first_tile < item.last_tile : tile < item.last_tile;
+    const bool is_left_out =
+        Config::kSkipsItems || (kIsV ? item.first_tile < item.last_tile : tile < item.last_tile);
     if (Config::kLeavesOut && is_left_out) {
         for (int32_t i = item.warpgroups; i < Config::kTile.warpgroups; ++i) {
             ClusterBarrier::arrive(free);
@@ -174,7 +193,7 @@ __device__ __forceinline__ uint64_t* free_of(Shared<Config>& shared, int stage) 
 
 // How the three loaders share a tile. (Where the second one has values, too, and all cost work by the row,
 // 4 and 1 granules of keys with 4 and 1 of values take 5 % less time than 3 and 2 with 5: H200.)
-template <class Config>
+template <class Config, bool = Config::kTransposes>
 struct Parts {
     static constexpr int kLent = Config::kLentGranules;
     static constexpr bool kLends = kLent > 0;
@@ -185,6 +204,15 @@ struct Parts {
     using Values = Part<2, true, 0, 1, Config::kGranules - kLent>;
     using LentValues =
         Part<1, true, Config::kGranules - kLent, 1, kLent>;  // by the warp of MoreKeys
+};
+
+// Keys cost one warp nothing but copies, values two of them the rest.
+template <class Config>
+struct Parts<Config, true> {
+    static constexpr int kHalf = Config::kGranules / 2;
+    using Keys = Part<0, false, 0, 1, Config::kGranules>;
+    using Values = Part<2, true, 0, 1, kHalf>;
+    using LentValues = Part<1, true, kHalf, 1, Config::kGranules - kHalf>;
 };
 
 // A place in a ring, and whether its barriers are in an odd turn.
@@ -215,7 +243,12 @@ struct RingPlace {
 template <class Config>
 class ItemReader {
 public:
-    __device__ explicit ItemReader(Shared<Config>& shared) : shared_(shared) {}
+    __device__ explicit ItemReader(Shared<Config>& shared) : shared_(shared) {
+        if constexpr (Config::kTransposes) {
+            // Here, where the warpgroup has its registers: else ptxas keeps it from before that, and spills it.
+            asm volatile("mov.u32 %0, 0;" : "=r"(next_));
+        }
+    }
 
     __device__ __forceinline__ const Item& wait() {
         sm90::wait(&shared_.item_full[next_ % kItems], next_ / kItems % 2);
@@ -225,6 +258,12 @@ public:
 
     __device__ __forceinline__ const Item& item() const {
         return shared_.items[(next_ - 1) % kItems];
+    }
+
+    // Its place in a ring where every item has one.
+    template <int kSize>
+    __device__ __forceinline__ RingPlace<kSize> place() const {
+        return {static_cast<int>((next_ - 1) % kSize), (next_ - 1) / kSize % 2};
     }
 
     // The one before.

@@ -12,6 +12,7 @@ namespace {
 
 constexpr const char* kFunction = "paged_attention";
 constexpr uint32_t kSlab = 64;  // elements of 16 bits: a row of the swizzle
+constexpr int64_t kSlabBytes = 128;
 constexpr uint32_t kGranule = 16;
 constexpr int64_t kMostBytes = int64_t{1} << 40;  // of a stride
 
@@ -118,12 +119,14 @@ bool describe(
 
 bool describe_queries(PrefillParams& params, DType q_dtype, HeadDims dims) {
     const gpu::KernelParams& call = params.call;
-    params.query_bytes = params.schedule.tokens * call.shape.group * dims.k * 2;
+    const auto element_bytes = static_cast<int64_t>(dtype_size(q_dtype));
+    params.query_bytes =
+        params.schedule.tokens * call.shape.group * dims.k * static_cast<int32_t>(element_bytes);
     return describe<3>(
         params.q,
         q_dtype,
         call.q,
-        {{{call.head_dim, 2, kSlab},
+        {{{call.head_dim, element_bytes, static_cast<uint32_t>(kSlabBytes / element_bytes)},
           {static_cast<int64_t>(params.schedule.num_kv_heads) * call.shape.group,
            call.q_head_stride,
            static_cast<uint32_t>(call.shape.group)},
@@ -145,9 +148,10 @@ bool describe_boxes(PrefillParams& params, DType kv_dtype, HeadDims dims) {
         is_packed ? std::numeric_limits<int32_t>::max() : static_cast<int32_t>(tokens);
     params.granules_on[0] = static_cast<int32_t>(kGranule) % params.page_end;
     params.granules_on[1] = static_cast<int32_t>(2 * kGranule) % params.page_end;
-    const bool widens = is_float8(kv_dtype);
+    const bool is_float8_cache = is_float8(kv_dtype);
     params.is_e5m2 = kv_dtype == DType::kFloat8E5M2;
-    params.v_in_one_box = !widens && params.box_rows == kGranule && call.head_dim_v % kSlab == 0;
+    params.v_in_one_box =
+        !is_float8_cache && params.box_rows == kGranule && call.head_dim_v % kSlab == 0;
 
     const gpu::KvSide& k = call.kv[0];
     const gpu::KvSide& v = call.kv[1];
@@ -162,7 +166,7 @@ bool describe_boxes(PrefillParams& params, DType kv_dtype, HeadDims dims) {
                 map,
                 kv_dtype,
                 side.data,
-                {{{head_dim, element_bytes, widens ? static_cast<uint32_t>(width) : kSlab},
+                {{{head_dim, element_bytes, is_float8_cache ? static_cast<uint32_t>(width) : kSlab},
                   {tokens, side.token_stride, rows},
                   {num_kv_heads, side.head_stride, 1},
                   {pages, side.page_stride, 1}}}
@@ -191,13 +195,16 @@ bool describe_tensors(PrefillParams& params, DType q_dtype, DType kv_dtype, Head
         return false;
     }
     const gpu::KernelParams& call = params.call;
-    const bool widens = is_float8(kv_dtype);
+    const bool is_float8_cache = is_float8(kv_dtype);
     if (describe_boxes(params, kv_dtype, dims)) {
-        params.loading = widens ? Loading::kWidened : Loading::kBoxes;
+        params.loading = is_float8(q_dtype) ? Loading::kTransposed
+                         : is_float8_cache  ? Loading::kWidened
+                                            : Loading::kBoxes;
         return true;
     }
     params.loading = Loading::kRows;
-    return !widens && !call.transforms && call.block_table != nullptr && call.copies_by_places &&
+    return !is_float8_cache && !call.transforms && call.block_table != nullptr &&
+           call.copies_by_places &&
            std::abs(call.block_table_stride) <= std::numeric_limits<int32_t>::max();
 }
 

@@ -13,6 +13,8 @@ enum class Loading {
     kBoxes,    // by TMA
     kRows,     // row by row: pages that TMA has no boxes for
     kWidened,  // by TMA, and from 8 bits by producer warps
+    // By TMA, and multiplied as they are, like queries of 8 bits: values are transposed by producer warps.
+    kTransposed,
 };
 
 // Each consumer warpgroup has 64 packed rows. All of them share tiles of `keys` keys, which come in
@@ -36,10 +38,17 @@ struct PrefillTile {
 // wins 3 %. A third stage is worth 3 % at 1 x 32768, and lets pages without boxes come in time; beside
 // tiles of 8 bits there is no room for it.
 //
+// Products of 8 bits take half the time of those of 16, and the softmax as long as ever: so tiles are as
+// wide as the swizzle, 128 bytes of keys in a row of transposed values, which also halves how often a
+// tile's product is added to the sums.
+//
 // transforms: scores need more than a positive factor, which takes registers.
 constexpr PrefillTile prefill_tile(
     int head_dim, int head_dim_v, bool transforms, Loading loading = Loading::kBoxes
 ) {
+    if (loading == Loading::kTransposed) {
+        return {.warpgroups = 3, .keys = 128, .stages = 4, .query_buffers = 2};
+    }
     if (head_dim <= 64 && transforms) {
         return {.warpgroups = 2, .keys = 160, .stages = 3, .query_buffers = 2};
     }
@@ -104,5 +113,11 @@ static_assert(producer_registers(prefill_tile(128, 128, true), Loading::kBoxes) 
 static_assert(producer_registers(prefill_tile(128, 128, false), Loading::kBoxes) == 32);
 static_assert(producer_registers(prefill_tile(128, 128, false), Loading::kWidened) == 56);
 static_assert(producer_registers(prefill_tile(192, 128, false), Loading::kBoxes) == 40);
+
+// What the workspace holds is that of the other instance.
+static_assert(
+    piece_bytes(prefill_tile(128, 128, false, Loading::kTransposed), 128) ==
+    piece_bytes(prefill_tile(128, 128, false), 128)
+);
 
 }  // namespace pagetile::sm90

@@ -7,6 +7,7 @@
 #include "attention/sm90/rows.cuh"
 
 #include <cstdint>
+#include <type_traits>
 
 namespace pagetile::sm90 {
 
@@ -24,6 +25,19 @@ __device__ __forceinline__ uint32_t non_finite_halves(uint32_t pair) {
     return low | high;
 }
 
+// Bytes of e4m3, which has no infinity: 0xff for each NaN.
+template <>
+__device__ __forceinline__ uint32_t non_finite_halves<cutlass::float_e4m3_t>(uint32_t four) {
+    const uint32_t nan = ((four & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
+    return (nan >> 7) * 0xff;
+}
+
+// A sum of 0 and NaN, as bytes.
+__device__ __forceinline__ uint32_t
+add_times_zero(cutlass::float_e4m3_t, uint32_t four, uint32_t sum) {
+    return sum | non_finite_halves<cutlass::float_e4m3_t>(four);
+}
+
 // Four elements of 8 bits as fp16.
 __device__ __forceinline__ void widen(bool is_e5m2, uint32_t (&pairs)[2], uint32_t four) {
     if (is_e5m2) {
@@ -33,11 +47,12 @@ __device__ __forceinline__ void widen(bool is_e5m2, uint32_t (&pairs)[2], uint32
     }
 }
 
-// Values of a tile at an edge, in shared memory.
+// Values of a tile at an edge, in shared memory: as they will be multiplied, or before they are transposed.
 template <class Config>
 class EdgeValues {
 public:
-    using Element = typename Config::Value;
+    using Element =
+        std::conditional_t<Config::kTransposes, cutlass::float_e4m3_t, typename Config::Value>;
     static constexpr int kChunks = Config::kSlabsV * 8;  // of 16 bytes, of a key
 
     // By the warp that has loaded this part of a tile: what is not finite of the keys that not all rows
@@ -48,7 +63,8 @@ public:
         Shared<Config>& shared, const Item& item, int32_t tile, int stage
     ) {
         static_assert(Mine::kIsV && Mine::kStep == 1);
-        char* const values = shared.v[stage] + Mine::kFirst * Config::kSlabsV * kGranuleBytes;
+        char* const values =
+            tile_of(shared, stage) + Mine::kFirst * Config::kSlabsV * kGranuleBytes;
         const int32_t first = tile * Config::kKeys + Mine::kFirst * kGranule;
         const auto in_part = [&](int32_t key) { return min(max(key - first, 0), Mine::kRows); };
         const int32_t begin_of_all = in_part(item.keys.all_begin);
@@ -65,6 +81,14 @@ public:
     }
 
 private:
+    static __device__ __forceinline__ char* tile_of(Shared<Config>& shared, int stage) {
+        if constexpr (Config::kTransposes) {
+            return shared.raw.v[stage];
+        } else {
+            return shared.v[stage];
+        }
+    }
+
     // Of the 16 bytes of a tile, counted key by key: [0, before) and [after, end).
     struct Chunks {
         int32_t before;
@@ -169,23 +193,25 @@ private:
         }
     }
 
-    // Values lie at multiples of 16 bytes.
+    // Values lie at multiples of 16 bytes, and are multiples of eight.
     static __device__ bool has_non_finite(
         const gpu::KernelParams& params, const Item& item, int32_t key, bool is_e5m2
     ) {
-        constexpr int kOfVector = Config::kWidens ? 16 : 8;
-        const auto* values = reinterpret_cast<const uint4*>(find_values(params, item, key));
+        using Eight = std::conditional_t<Config::kIsFloat8, uint2, uint4>;
+        const auto* values = reinterpret_cast<const Eight*>(find_values(params, item, key));
         uint32_t sum = 0;
 #pragma unroll 4
-        for (int32_t i = 0; values != nullptr && i < params.head_dim_v / kOfVector; ++i) {
-            const uint4 bytes = values[i];
-            for (const uint32_t word : {bytes.x, bytes.y, bytes.z, bytes.w}) {
-                if constexpr (Config::kWidens) {
+        for (int32_t i = 0; values != nullptr && i < params.head_dim_v / 8; ++i) {
+            const Eight bytes = values[i];
+            if constexpr (Config::kIsFloat8) {
+                for (const uint32_t word : {bytes.x, bytes.y}) {
                     uint32_t pairs[2];
                     widen(is_e5m2, pairs, word);
                     sum = add_times_zero(cutlass::half_t{}, pairs[0], sum);
                     sum = add_times_zero(cutlass::half_t{}, pairs[1], sum);
-                } else {
+                }
+            } else {
+                for (const uint32_t word : {bytes.x, bytes.y, bytes.z, bytes.w}) {
                     sum = add_times_zero(Element{}, word, sum);
                 }
             }
@@ -209,7 +235,7 @@ private:
     }
 
     static __device__ float value_at(const char* values, int32_t d, bool is_e5m2) {
-        if constexpr (Config::kWidens) {
+        if constexpr (Config::kIsFloat8) {
             uint32_t pairs[2];
             widen(is_e5m2, pairs, static_cast<uint8_t>(values[d]));
             return unpack(cutlass::half_t{}, pairs[0], 0);

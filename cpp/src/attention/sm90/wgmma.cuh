@@ -5,7 +5,9 @@
 // slabs.
 //
 // Of an accumulator of 64 x N, lane 4 g + t of warp w holds rows 16 w + g ([0], [1] of every four)
-// and 16 w + g + 8 ([2], [3]), in columns 8 j + 2 t and 8 j + 2 t + 1 for the j-th four.
+// and 16 w + g + 8 ([2], [3]), in columns 8 j + 2 t and 8 j + 2 t + 1 for the j-th four. Of 64 x 32
+// elements of 8 bits in registers the lane holds, in words, columns 4 t to 4 t + 3 of both rows, then
+// columns 16 + 4 t to 16 + 4 t + 3 of both.
 
 // Products of every width that is a multiple of 8.
 #ifndef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -16,6 +18,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <utility>
@@ -68,6 +71,13 @@ __device__ __forceinline__ uint32_t pack(cutlass::half_t, float low, float high)
 __device__ __forceinline__ uint32_t pack(cutlass::bfloat16_t, float low, float high) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// Four floats as four e4m3, the first in the lowest byte. What is larger than 448 becomes 448.
+__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
+    const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+    const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
+    return high << 16 | low;
 }
 
 // sum + 0 * pair, two at a time.
@@ -140,6 +150,42 @@ __device__ __forceinline__ void multiply_values(
         weights,
         v.descriptor(),
         out,
+        adds ? ScaleOut::One : ScaleOut::Zero,
+        std::make_index_sequence<kN / 2>{}
+    );
+}
+
+// scores = Q K^T, 32 elements of e4m3 of the head dimension.
+template <int kN>
+__device__ __forceinline__ void multiply_keys_e4m3(
+    Operand q, Operand k, float (&scores)[kN / 2], bool adds
+) {
+    using Element = cute::float_e4m3_t;
+    using Tile = cute::Shape<cute::_64, cute::Int<kN>, cute::_32>;
+    using Op = decltype(cute::SM90::GMMA::
+                            ss_op_selector<Element, Element, float, Tile, Major::K, Major::K>());
+    multiply_shared<Op>(
+        q.descriptor(),
+        k.descriptor(),
+        scores,
+        adds ? ScaleOut::One : ScaleOut::Zero,
+        std::make_index_sequence<kN / 2>{}
+    );
+}
+
+// part = P V, 32 keys, from rows of V^T: of 8 bits, WGMMA takes no other.
+template <int kN>
+__device__ __forceinline__ void multiply_values_e4m3(
+    const uint32_t* weights, Operand v, float (&part)[kN / 2], bool adds
+) {
+    using Element = cute::float_e4m3_t;
+    using Tile = cute::Shape<cute::_64, cute::Int<kN>, cute::_32>;
+    using Op = decltype(cute::SM90::GMMA::
+                            rs_op_selector<Element, Element, float, Tile, Major::K, Major::K>());
+    multiply_registers<Op>(
+        weights,
+        v.descriptor(),
+        part,
         adds ? ScaleOut::One : ScaleOut::Zero,
         std::make_index_sequence<kN / 2>{}
     );
