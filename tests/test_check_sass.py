@@ -14,6 +14,7 @@ FUNCTIONS = {
     "split_kv": "15split_kv_kernel",
     "beside": "22split_kv_beside_kernel",
     "wgmma_128": "14prefill_kernelIN7cutlass10bfloat16_tELi128ELi128ELb0EE",
+    "wgmma_fp8": "14prefill_kernelIN7cutlass10bfloat16_tELi128ELi128ELb0ELNS0_7LoadingE3EEE",
 }
 KEYS = 16
 SCORES = [f"HGMMA.64x{KEYS}x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"]
@@ -29,6 +30,10 @@ END = [*VALUES, *WAIT_FOR_ALL]
 WGMMA = [*BEGIN, *TURN, *END]
 PORTABLE = ["LDGSTS.E.BYPASS.128 [R2], desc[UR4][R4.64]", "HMMA.16816.F32 R4, R8, R2, R4"]
 BESIDE = [*PORTABLE, *BEGIN[:1]]
+QGMMA = "QGMMA.64x64x32.F32.E4M3.E4M3 R24, R56, gdesc[UR4], R24"
+PRODUCT = [*[QGMMA] * 3, f"{QGMMA}, gsb0", *WAIT_FOR_ALL]
+TRANSPOSED = ["LDSM.16.MT88.4 R8, [R17]", "STSM.16.M88.4 [R21], R4"]
+FP8 = [*BEGIN[:1], *PRODUCT, *WEIGHTS, *PRODUCT, *PRODUCT, *TRANSPOSED]
 
 
 def listing(arch: str, **kernels: list[str]) -> str:
@@ -54,9 +59,13 @@ def hopper(
     wgmma: list[str] = WGMMA,
     portable: list[str] = PORTABLE,
     beside: list[str] = BESIDE,
+    fp8: list[str] = FP8,
     **more: list[str],
 ) -> str:
-    kernels = {"wgmma": wgmma, "portable": portable, "split_kv": PORTABLE, "beside": beside}
+    kernels = {
+        "wgmma": wgmma, "wgmma_fp8": fp8, "portable": portable, "split_kv": PORTABLE,
+        "beside": beside,
+    }  # fmt: skip
     return listing("sm_90a", **kernels, **more)
 
 
@@ -64,7 +73,7 @@ def test_right_code_passes(tmp_path):
     text = listing("sm_80", portable=PORTABLE, split_kv=PORTABLE, beside=["EXIT"]) + hopper()
     done = check(text, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "6 attention kernels" in done.stdout
+    assert "7 attention kernels" in done.stdout
 
 
 def test_one_turn_waits_for_both_products_at_head_dim_128(tmp_path):
@@ -98,7 +107,13 @@ SERIAL = [*SCORES, *WAIT_FOR_ALL, *VALUES, *WEIGHTS, *WAIT_FOR_ALL]
         (hopper(beside=[*BESIDE, "LDL R2, [R1]"]), "1 accesses to local memory"),
         (hopper(portable=PORTABLE[1:]), "no LDGSTS"),
         (hopper(portable=PORTABLE[:1]), "no HMMA"),
+        (hopper(fp8=FP8[1:]), "no UTMALDG"),
+        (hopper(fp8=[*FP8[:1], *TRANSPOSED]), "no QGMMA"),
+        (hopper(fp8=FP8[:-1]), "no STSM"),
+        (hopper(fp8=[*FP8, f"{QGMMA}, gsb0"]), "4 products of 13 QGMMA in all, not of four each"),
+        (hopper(fp8=[*FP8, "STL [R1], R2"]), "1 accesses to local memory"),
         (listing("sm_90a", portable=PORTABLE, split_kv=PORTABLE), "sm_90a: no wgmma kernel"),
+        (listing("sm_90a", portable=PORTABLE, split_kv=PORTABLE), "sm_90a: no fp8 kernel"),
         (listing("sm_80", portable=PORTABLE) + hopper(), "sm_80: no split-KV kernel"),
         (listing("sm_80", split_kv=PORTABLE) + hopper(), "sm_80: no portable kernel"),
         ("", "no attention kernel at all"),

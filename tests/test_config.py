@@ -25,7 +25,8 @@ def test_show_config_dicts():
     families = build["families"]
     assert families["cpu"]["kernels"] == functions
     mma = ["split_kv (mma.sync)", "prefill (mma.sync)"]
-    attention = {"sm80": mma, "sm90": [*mma, "prefill (TMA, WGMMA)"]}
+    wgmma = ["prefill (TMA, WGMMA)", "prefill (TMA, WGMMA of e4m3)"]
+    attention = {"sm80": mma, "sm90": [*mma, *wgmma]}
     for name in set(attention) & set(families):
         assert families[name]["kernels"] == [*functions, *attention[name]]
     assert build["cpu_isa"] in families["cpu"]["targets"]

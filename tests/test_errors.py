@@ -74,6 +74,8 @@ def write_arguments(device) -> dict:
 
 
 fp8 = lambda x: x.to(torch.float8_e4m3fn)  # noqa: E731
+e5m2 = lambda x: x.to(torch.float8_e5m2)  # noqa: E731
+as_it_is = lambda x: x.clone()  # noqa: E731
 as_uint8 = lambda x: x.to(torch.uint8)  # noqa: E731
 scale_of = lambda n: torch.ones(n)  # noqa: E731
 
@@ -203,6 +205,7 @@ def attention_arguments(device) -> dict:
         "layout": "NHD",
         "num_splits": 0,
         "batch_invariant": False,
+        "fp8_products": False,
         "plan": None,
         "workspace": None,
         "pdl": False,
@@ -287,7 +290,8 @@ ATTENTION = [
                       ("num_splits", "int", "auto"), ("softcap", "float", "off"),
                       ("softcap", "float", None), ("softmax_scale", "float", "1"),
                       ("causal", "bool", "yes"), ("batch_invariant", "bool", None),
-                      ("pdl", "bool", 1), ("kv_dtype", "str", 8), ("layout", "str", None))),
+                      ("pdl", "bool", 1), ("fp8_products", "bool", 1), ("kv_dtype", "str", 8),
+                      ("layout", "str", None))),
     *(bad(f"{n}_2_64", f"{n} must be", (TypeError, ValueError), **{n: x})
       for n, x in (("max_seqlen_q", 2**64), ("num_splits", 2**64), ("window", (2**64, 0)))),
     bad("kv_dtype_unknown", "kv_dtype must be 'auto', .*'fp8_e4m3'.*got 'int8'", kv_dtype="int8"),
@@ -320,6 +324,14 @@ ATTENTION = [
     bad("q_scale_without_fp8", "q_scale needs an fp8 q, got bfloat16", q_scale=torch.ones(1)),
     *(bad(f"{n}_without_fp8", rf"{n} needs fp8 caches, got bfloat16", **{n: torch.ones(1)})
       for n in SCALES),
+    *(bad(f"fp8_products_of_{q}", rf"fp8_products needs a float8_e4m3fn q, got {q}", q=as_q,
+          k_cache=as_cache, v_cache=as_cache, fp8_products=True)
+      for q, as_q, as_cache in (("bfloat16", as_it_is, as_it_is), ("bfloat16", as_it_is, fp8),
+                                ("float8_e5m2", e5m2, e5m2), ("float8_e5m2", e5m2, fp8))),
+    bad("fp8_products_over_e5m2", "fp8_products needs float8_e4m3fn caches, got float8_e5m2",
+        q=fp8, k_cache=e5m2, v_cache=e5m2, fp8_products=True),
+    bad("fp8_products_over_uint8", "fp8_products needs float8_e4m3fn caches, got float8_e5m2",
+        q=fp8, k_cache=as_uint8, v_cache=as_uint8, kv_dtype="fp8_e5m2", fp8_products=True),
     *(bad(f"{n}_count", rf"{n} .*\(Hkv,\).*2.*got \(4,\)", k_cache=fp8, v_cache=fp8,
           **{n: torch.ones(4)}) for n in SCALES),
     *(bad(f"{n}_batch", rf"{n} .*\(B, Hkv\) = \(2, 2\), got \(3, 2\)", k_cache=fp8, v_cache=fp8,

@@ -491,6 +491,7 @@ BAD = [
     ("paged_attention", {"v_cache": floats(6, 4, 1, 24)}),
     ("paged_attention", {"v_cache": floats(6, 4, 48)}),
     ("paged_attention", {"v_cache": floats(6, 4, 2, 24, dtype=jnp.float8_e5m2)}),
+    ("paged_attention", {"fp8_products": True}),
     ("paged_attention", {"block_table": jnp.zeros(2, jnp.int32)}),
     ("paged_attention", {"block_table": jnp.zeros((3, 2), jnp.int32)}),
     ("paged_attention", {"block_table": jnp.zeros((2, 2), jnp.uint32)}),
@@ -577,6 +578,7 @@ OPTIONS = [
     ("kv_dtype", 8, "str", "int"),
     ("layout", None, "str", "NoneType"),
     ("batch_invariant", None, "bool", "NoneType"),
+    ("fp8_products", 1, "bool", "int"),
 ]
 
 

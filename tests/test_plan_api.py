@@ -28,7 +28,8 @@ CALL, SIZES = (
 )
 # What a plan says of itself
 HOST = ("max_seqlen_q", "max_seqlen_k", "num_q_heads", "num_kv_heads", "head_dim", "head_dim_v",
-        "page_size", "causal", "window", "num_splits", "batch_invariant")  # fmt: skip
+        "page_size", "causal", "window", "num_splits", "batch_invariant",
+        "fp8_products")  # fmt: skip
 
 
 def step(device="cpu", **changes) -> dict:
@@ -71,7 +72,8 @@ def lanes_of(plan) -> np.ndarray:
 
 
 def test_plan_says_what_it_was_made_for(device):
-    options = {"causal": False, "window": (5, 2), "num_splits": 3, "batch_invariant": True}
+    options = {"causal": False, "window": (5, 2), "num_splits": 3, "batch_invariant": True,
+               "fp8_products": True}  # fmt: skip
     arguments = step(device, **options)
     plan = pagetile.make_plan(**arguments)
     assert isinstance(plan, pagetile.Plan)
@@ -79,7 +81,7 @@ def test_plan_says_what_it_was_made_for(device):
     assert plan.batch == 2
     assert repr(plan).startswith("Plan(batch=2, max_seqlen_q=3, max_seqlen_k=8, num_q_heads=4, ")
     assert repr(plan).endswith(
-        "causal=False, window=(5, 2), num_splits=3, batch_invariant=True) on "
+        "causal=False, window=(5, 2), num_splits=3, batch_invariant=True, fp8_products=True) on "
         + ("the CPU" if device == "cpu" else "CUDA device 0")
     )
 
@@ -93,6 +95,7 @@ def test_defaults():
     assert (plan.causal, plan.window, plan.num_splits, plan.batch_invariant) == (
         True, (-1, -1), 0, False,
     )  # fmt: skip
+    assert plan.fp8_products is False
     assert "max_seqlen_k=None" in repr(plan)
 
 
@@ -271,6 +274,7 @@ MISFITS = {
     "page_size": ({"page_size": 16}, "page_size 16, got 4"),
     "num_splits": ({"num_splits": 1}, "num_splits 1, got 0"),
     "batch_invariant": ({"batch_invariant": True}, "batch_invariant True, got False"),
+    "fp8_products": ({"fp8_products": True}, "fp8_products True, got False"),
     "causal": (
         {"causal": False},
         r"causal False and window \(-1, -1\), got causal True and window \(-1, -1\)"),

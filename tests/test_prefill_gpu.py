@@ -58,9 +58,9 @@ def kernel(request):
         yield request.param
 
 
-def prefill_problem(case: Case, device: str) -> Attention:
+def prefill_problem(case: Case, device: str, kind: type[Attention] = Attention) -> Attention:
     """With a bound for queries that makes a prefill kernel worth it, and with long queries."""
-    problem = Attention(case, device)
+    problem = kind(case, device)
     problem.arguments["max_seqlen_q"] = 4096
     group = case.heads[0] // case.heads[1]
     for invariant in (False, True):

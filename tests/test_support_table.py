@@ -77,6 +77,7 @@ def test_names_of_kernels(tool):
         WGMMA.format(0, 0),
         WGMMA.format(1, 0),  # the same call with a softcap
         WGMMA.format(0, 2),  # over fp8
+        WGMMA.format(0, 3),  # products of e4m3
         "_ZN8pagetile4sm8022split_kv_beside_kernelIN7cutlass6half_tELi64EEEvNS_3gpu12KernelParamsE",
     ]
     bf16, fp16, e4m3 = "bfloat16", "float16", "float8_e4m3fn"
@@ -86,6 +87,7 @@ def test_names_of_kernels(tool):
     assert tool.instances_in("\n".join(names)) == wgmma | {
         tool.Instance("split_kv", bf16, bf16, (128, 128)),
         tool.Instance("split_kv", fp16, e4m3, (192, 128)),
+        tool.Instance("fp8", e4m3, e4m3, (64, 64)),
     }
 
 

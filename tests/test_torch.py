@@ -126,6 +126,10 @@ def fp8_query_call(device="cpu") -> dict:
     return {**call, "q": call["q"].to(FP8), "q_scale": torch.tensor([2.0], device=device)}
 
 
+def fp8_products_call(device="cpu") -> dict:
+    return {**fp8_query_call(device), "fp8_products": True}
+
+
 def attention_results(device="cpu", **changes) -> dict:
     return {
         "out": torch.full((5, 4, 24), 7.0, device=device).bfloat16(),
@@ -176,6 +180,7 @@ CALLS = {
     "attention_uint8": (ops.paged_attention.default, fp8_attention_call),
     "attention_float8": (ops.paged_attention.default, float8_attention_call),
     "attention_fp8_query": (ops.paged_attention.default, fp8_query_call),
+    "attention_fp8_products": (ops.paged_attention.default, fp8_products_call),
     "attention_lse": (ops.paged_attention_lse.default, attention_call),
     "attention_lse_options": (ops.paged_attention_lse.default, options_call),
     "attention_out": (
@@ -189,10 +194,11 @@ CALLS = {
     "merge": (ops.merge_states.default, merge_call),
     "merge_out": (ops.merge_states.out, lambda device: merge_call(device, **merge_results(device))),
 }
+FLOAT8_QUERIES = ("attention_fp8_query", "attention_fp8_products")
 OF_ALL = pytest.mark.parametrize(
     ("op", "make_call"),
     [
-        pytest.param(*call, id=name, marks=recent_only if name == "attention_fp8_query" else ())
+        pytest.param(*call, id=name, marks=recent_only if name in FLOAT8_QUERIES else ())
         for name, call in CALLS.items()
     ],
 )
@@ -557,7 +563,7 @@ def test_compiled_code_refuses_gradients():
 
 @OF_ALL
 def test_opcheck(op, make_call, device):
-    if make_call in (fp8_write_call, float8_attention_call, fp8_query_call):
+    if make_call in (fp8_write_call, float8_attention_call, fp8_query_call, fp8_products_call):
         pytest.skip("opcheck multiplies what it gets, which PyTorch cannot do with float8")
     args, kwargs = positional(op, make_call(device))
     checks = opcheck(op, args, kwargs)

@@ -2,7 +2,8 @@
 # check_sass.sh WHEEL: fails if the machine code of the attention kernels in WHEEL is not what they were written to be. Every
 # instance must have the instructions that it is fast by, and no local memory; and in the WGMMA kernel the wait for a tile's values
 # must stand behind the exponentials of the next tile, but for one turn at head_dim 128. ptxas is free to move it in front of them, says nothing, and results are the
-# same: 5 % of the time (docs/kernels/attention_sm90.md).
+# same: 5 % of the time (docs/kernels/attention_sm90.md). The kernel that multiplies e4m3 with e4m3 waits for each product; it must have
+# those, four instructions each, and transpose values by LDSM and STSM.
 #
 # Needs cuobjdump and nvdisasm on PATH (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm), and no GPU. A file that is no wheel is
 # taken for a listing by `cuobjdump -sass`.
@@ -43,7 +44,13 @@ list_code | awk '
         if (local > 0) {
             complain(local " accesses to local memory (LDL, STL)")
         }
-        if (kind == "wgmma") {
+        if (kind == "fp8") {
+            if (!has["QGMMA"]) complain("no QGMMA")
+            if (!has["UTMALDG"]) complain("no UTMALDG")
+            if (!has["LDSM"]) complain("no LDSM")
+            if (!has["STSM"]) complain("no STSM")
+            if (steps != 4 * products) complain(products " products of " steps " QGMMA in all, not of four each")
+        } else if (kind == "wgmma") {
             end_turn()
             if (!has["HGMMA"]) complain("no HGMMA")
             if (!has["UTMALDG"]) complain("no UTMALDG")
@@ -64,11 +71,12 @@ list_code | awk '
     /Function :/ {
         end_kernel()
         name = $NF
-        kind = name ~ /4sm9014prefill_kernel/ ? "wgmma" : name ~ /4sm8014prefill_kernel/ ? "portable" : \
+        kind = name ~ /4sm9014prefill_kernel.*7LoadingE3E/ ? "fp8" : \
+               name ~ /4sm9014prefill_kernel/ ? "wgmma" : name ~ /4sm8014prefill_kernel/ ? "portable" : \
                name ~ /4sm8015split_kv_kernel/ ? "split-KV" : \
                name ~ /4sm8022split_kv_beside_kernel/ && arch == "sm_90a" ? "beside" : ""  # elsewhere it is empty
         split("", has)
-        local = turns = together = products = keys = under_way = 0
+        local = turns = together = products = steps = keys = under_way = 0
         turn = ""
         next
     }
@@ -81,6 +89,8 @@ list_code | awk '
         has[parts[1]] = 1
         local += parts[1] == "LDL" || parts[1] == "STL"
     }
+
+    code ~ /^QGMMA/ { steps++; products += /gsb0/ }
 
     code ~ /^HGMMA/ {
         end_turn()
@@ -109,7 +119,7 @@ list_code | awk '
     END {
         end_kernel()
         for (arch in archs) {
-            wanted = arch == "sm_90a" ? "wgmma portable split-KV beside" : "portable split-KV"
+            wanted = arch == "sm_90a" ? "wgmma fp8 portable split-KV beside" : "portable split-KV"
             kinds = split(wanted, kind_of, " ")
             for (i = 1; i <= kinds; ++i) {
                 total = count[arch " " kind_of[i]] + 0

@@ -62,7 +62,7 @@ Dims = tuple[int, int]  # head dimensions: (K, V)
 class Instance:
     """A compiled attention kernel."""
 
-    kernel: str  # "split_kv", "prefill" or "wgmma"
+    kernel: str  # "split_kv", "prefill", "wgmma" or "fp8"
     math: str
     stored: str
     dims: Dims
@@ -78,7 +78,9 @@ NAMES = {
     "wgmma": rf"4sm9014prefill_kernelIN7cutlass(?P<math>\d+[a-z]\w*?_t)E{NUMBERS}"
     r"Lb(?P<transforms>[01])ELNS0_7LoadingE(?P<loading>\d)E",
 }
-WIDENED = "2"  # sm90::Loading
+WIDENED, TRANSPOSED = "2", "3"  # sm90::Loading
+E4M3 = "float8_e4m3fn"
+HOPPER = ("wgmma", "fp8")  # kernels for some types alone
 
 
 def registered_names() -> str:
@@ -96,9 +98,11 @@ def instances_in(names: str) -> set[Instance]:
             math = CUTLASS[parts["math"]]
             stored = CUTLASS[parts["stored"]] if parts.get("stored") else math
             dims = int(parts["k"]), int(parts["v"])
-            is_wide = parts.get("loading") == WIDENED
-            if is_wide:  # one instance for both, converted while it is copied
+            loading = parts.get("loading")
+            if loading == WIDENED:  # one instance for both, converted while it is copied
                 found |= {Instance(kernel, math, fp8, dims) for fp8 in FLOAT8S}
+            elif loading == TRANSPOSED:  # the name has the results' type
+                found.add(Instance("fp8", E4M3, E4M3, dims))
             elif parts.get("transforms", "0") == "0":
                 found.add(Instance(kernel, math, stored, dims))
     return found
@@ -206,6 +210,7 @@ def gpu_rows(build: dict[str, Any], names: str) -> list[str]:
         name: [t.removesuffix("-real") for t in f["targets"]] for name, f in families.items()
     }
     portable = ", ".join([*numbers.get("sm80", []), *numbers.get("sm90", [])])
+    hopper = ", ".join(numbers.get("sm90", []))
     write = head_dims_text(lambda d: taken(_C.check_write_types, "float16", "float16", d, True))
     rows = rows_of(f"| `cache_write` | GPU | {portable}", write_pairs(True), lambda *_: write)
     instances = instances_in(names)
@@ -218,16 +223,17 @@ def gpu_rows(build: dict[str, Any], names: str) -> list[str]:
             for i in instances
             if i.kernel == kernel
             and i.stored == cache
-            and i.math == (q if kernel == "wgmma" or cache in FLOATS else "float16")
+            and i.math == (q if kernel in HOPPER or cache in FLOATS else "float16")
         )
 
     for kernel, title, targets in (
         ("split_kv", "short queries: split-KV, mma.sync", portable),
         ("prefill", "long queries: portable, mma.sync", portable),
-        ("wgmma", "long queries: WGMMA, TMA", ", ".join(numbers.get("sm90", []))),
+        ("wgmma", "long queries: WGMMA, TMA", hopper),
+        ("fp8", "long queries, `fp8_products`: WGMMA, TMA", hopper),
     ):
         served = [pair for pair in pairs if serving(kernel, *pair)]
-        if kernel != "wgmma" and served != pairs:
+        if kernel not in HOPPER and served != pairs:
             sys.exit(f"{kernel} is not compiled for {set(pairs) - set(served)}, which calls take")
         rows += rows_of(
             f"| `paged_attention` | GPU, {title} | {targets}",

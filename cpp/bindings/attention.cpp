@@ -231,6 +231,7 @@ AttentionParams parse_attention(const AttentionTensors& tensors, const Attention
         .num_splits = options.num_splits,
         .batch_invariant = options.batch_invariant,
         .validate = options.validate.value_or(false) || validate_by_environment(),
+        .fp8_products = options.fp8_products,
         .workspace = workspace.data(),
         .workspace_bytes = workspace_bytes,
         .pdl = options.pdl,
@@ -321,6 +322,7 @@ void paged_attention_binding(
     nb::handle plan_object,
     nb::handle workspace_object,
     bool pdl,
+    bool fp8_products,
     std::optional<bool> validate,
     nb::handle stream
 ) {
@@ -354,6 +356,7 @@ void paged_attention_binding(
         .num_splits = num_splits,
         .batch_invariant = batch_invariant,
         .pdl = pdl,
+        .fp8_products = fp8_products,
         .validate = validate,
     };
     AttentionParams params = parse_attention(tensors, options);
@@ -459,7 +462,7 @@ void export_attention(nb::module_& m) {
             "object, sinks: object, q_scale: object, "
             "k_scale: object, v_scale: object, kv_dtype: str, layout: str, num_splits: int, "
             "batch_invariant: bool, plan: object, workspace: object, pdl: bool, "
-            "validate: bool | None, stream: object, /) -> None"
+            "fp8_products: bool, validate: bool | None, stream: object, /) -> None"
         )
     );
     pagetile::define(

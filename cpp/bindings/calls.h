@@ -57,6 +57,7 @@ struct AttentionOptions {
     int64_t num_splits = 0;
     bool batch_invariant = false;
     bool pdl = false;
+    bool fp8_products = false;
     // PAGETILE_VALIDATE=1 in the environment sets it for every call.
     std::optional<bool> validate = std::nullopt;
 };

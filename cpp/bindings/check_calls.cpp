@@ -98,7 +98,8 @@ void check_paged_attention(
     double softcap,
     const std::string& kv_dtype,
     const std::string& layout,
-    int64_t num_splits
+    int64_t num_splits,
+    bool fp8_products
 ) {
     AttentionParams params = parse_attention(
         attention_operands(AbstractOperands(operands)),
@@ -112,6 +113,7 @@ void check_paged_attention(
             .kv_dtype = kv_dtype,
             .layout = layout,
             .num_splits = num_splits,
+            .fp8_products = fp8_products,
         }
     );
     params.batch = 0;
@@ -216,8 +218,8 @@ void export_check_calls(nb::module_& m) {
         nb::sig(
             "def check_paged_attention(operands: list[tuple[str, tuple[int, ...]] | None], "
             "max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window_left: int, "
-            "window_right: int, softcap: float, kv_dtype: str, layout: str, num_splits: int, /) "
-            "-> None"
+            "window_right: int, softcap: float, kv_dtype: str, layout: str, num_splits: int, "
+            "fp8_products: bool, /) -> None"
         )
     );
     m.def(

@@ -120,6 +120,7 @@ nb::object make_plan_binding(
     int64_t window_right,
     int64_t num_splits,
     bool batch_invariant,
+    bool fp8_products,
     nb::handle out_object,
     nb::handle allocate,
     nb::handle stream
@@ -142,6 +143,7 @@ nb::object make_plan_binding(
         .window_right = window_right,
         .num_splits = num_splits,
         .batch_invariant = batch_invariant,
+        .fp8_products = fp8_products,
         .device = seqused_k.device(),
     };
     const int64_t bytes = plan_size(params);  // throws on what does not fit
@@ -378,6 +380,8 @@ std::string plan_text(const Plan& plan) {
         made_for.num_splits,
         ", batch_invariant=",
         truth(made_for.batch_invariant),
+        ", fp8_products=",
+        truth(made_for.fp8_products),
         ") on ",
         device_text(made_for.device)
     );
@@ -437,6 +441,9 @@ void Plan::require_fits(
     same("num_splits", params.num_splits, call.num_splits);
     if (params.batch_invariant != call.batch_invariant) [[unlikely]] {
         same("batch_invariant", truth(params.batch_invariant), truth(call.batch_invariant));
+    }
+    if (params.fp8_products != call.fp8_products) [[unlikely]] {
+        same("fp8_products", truth(params.fp8_products), truth(call.fp8_products));
     }
     if (Visible(params) != Visible(call)) [[unlikely]] {
         fail(function, ": ", name, " was made for ", mask_text(params), ", got ", mask_text(call));
@@ -547,6 +554,11 @@ void export_plan(nb::module_& m) {
             [](const Plan& plan) { return plan.params.batch_invariant; },
             "Whether a sequence's bits depend on nothing but the sequence."
         )
+        .def_prop_ro(
+            "fp8_products",
+            [](const Plan& plan) { return plan.params.fp8_products; },
+            "Whether e4m3 may be multiplied with e4m3."
+        )
         .def("__repr__", &pagetile::plan_text);
     pagetile::define(
         m,
@@ -556,7 +568,8 @@ void export_plan(nb::module_& m) {
             "def make_plan(seqused_k: object, cu_seqlens_q: object, max_seqlen_q: int, "
             "max_seqlen_k: int, num_q_heads: int, num_kv_heads: int, head_dim: int, "
             "head_dim_v: int, page_size: int, causal: bool, window_left: int, window_right: int, "
-            "num_splits: int, batch_invariant: bool, out: object, allocate: object, "
+            "num_splits: int, batch_invariant: bool, fp8_products: bool, out: object, allocate: "
+            "object, "
             "stream: object, /) -> Plan"
         )
     );

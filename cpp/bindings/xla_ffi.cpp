@@ -41,6 +41,7 @@ struct AttentionAttributes {
     std::string_view layout;
     int64_t num_splits;
     bool batch_invariant;
+    bool fp8_products;
 };
 
 using MergeAttributes = ffi::Dictionary;  // has none
@@ -67,7 +68,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::string_view>("kv_dtype"),
     StructMember<std::string_view>("layout"),
     StructMember<int64_t>("num_splits"),
-    StructMember<bool>("batch_invariant")
+    StructMember<bool>("batch_invariant"),
+    StructMember<bool>("fp8_products")
 );
 
 namespace pagetile {
@@ -198,6 +200,7 @@ void run(const Call& call, const AttentionAttributes& attributes) {
         .layout = std::string(attributes.layout),
         .num_splits = attributes.num_splits,
         .batch_invariant = attributes.batch_invariant,
+        .fp8_products = attributes.fp8_products,
     };
     paged_attention(parse_attention(tensors, options), call.stream);
 }

@@ -37,6 +37,7 @@ def paged_attention(
     layout: str = "NHD",
     num_splits: int = 0,
     batch_invariant: bool = False,
+    fp8_products: bool = False,
     plan: Plan | None = None,
     workspace: SupportsDLPack | None = None,
     pdl: bool = False,
@@ -87,6 +88,10 @@ def paged_attention(
         num_splits: cuts of each sequence that run in parallel: 0 chooses, 1 is off, n is at most n.
         batch_invariant: a sequence's bits depend on nothing but the sequence: not on the batch,
             splits or query chunks.
+        fp8_products: allow products of e4m3 with e4m3, for a float8_e4m3fn q over such caches: q, k
+            and v as they are, the softmax's weights rounded to e4m3. Less precise. One kernel does
+            it: on compute capability 9.0, for long queries with head_dim 72 to 128, without softcap
+            and ALiBi. Everything else is multiplied as without it.
         plan: the step's schedule by `make_plan`, for these sizes and options: saves a GPU the
             kernel that would plan this call. The CPU checks that it fits, and needs none.
         workspace: written; a contiguous tensor of at least `workspace_size` bytes, any dtype, 16-
@@ -162,6 +167,7 @@ def paged_attention(
         batch_invariant,
         plan,
         pdl,
+        fp8_products,
         validate,
         stream,
     )
@@ -195,6 +201,7 @@ def attend(
     batch_invariant: bool = False,
     plan: Plan | None = None,
     pdl: bool = False,
+    fp8_products: bool = False,
     validate: bool | None = None,
     stream: Any = None,
     cu_seqlens_k: Any = None,
@@ -246,6 +253,7 @@ def attend(
             plan,
             workspace,
             pdl,
+            fp8_products,
             validate,
             stream,
         )
@@ -265,6 +273,7 @@ def attend(
             ("num_splits", int, num_splits),
             ("batch_invariant", bool, batch_invariant),
             ("pdl", bool, pdl),
+            ("fp8_products", bool, fp8_products),
             ("validate", bool, False if validate is None else validate),
         )
     if not given_out:

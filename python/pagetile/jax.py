@@ -149,6 +149,7 @@ def paged_attention(
     layout: str = "NHD",
     num_splits: int = 0,
     batch_invariant: bool = False,
+    fp8_products: bool = False,
     out: Array | None = None,
     return_softmax_lse: bool = False,
 ) -> Any:
@@ -191,6 +192,10 @@ def paged_attention(
         num_splits: cuts of each sequence that run in parallel: 0 chooses, 1 is off, n is at most n.
         batch_invariant: a sequence's bits depend on nothing but the sequence: not on the batch,
             splits or query chunks.
+        fp8_products: allow products of e4m3 with e4m3, for a float8_e4m3fn q over such caches: q, k
+            and v as they are, the softmax's weights rounded to e4m3. Less precise. One kernel does
+            it: on compute capability 9.0, for long queries with head_dim 72 to 128, without softcap
+            and ALiBi. Everything else is multiplied as without it.
         out: [T, Hq, Dv], q's dtype (fp8 q: any 16- or 32-bit float): the result takes its memory
             where it may, and keeps its rows that no sequence covers. None is zeros of q's dtype
             (fp8 q: bfloat16).
@@ -255,6 +260,7 @@ def paged_attention(
         layout=option("layout", str, layout),
         num_splits=option("num_splits", int, num_splits),
         batch_invariant=option("batch_invariant", bool, batch_invariant),
+        fp8_products=option("fp8_products", bool, fp8_products),
     )
     returns_lse = option("return_softmax_lse", bool, return_softmax_lse)
     results = _paged_attention(arrays + optional, options, returns_lse)
@@ -341,6 +347,7 @@ class _AttentionOptions(NamedTuple):
     layout: str
     num_splits: int
     batch_invariant: bool
+    fp8_products: bool
 
 
 # Calls, compiled also where the caller does not, so that an eager call is traced once. Their

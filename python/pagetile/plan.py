@@ -32,6 +32,7 @@ def make_plan(
     window: tuple[int, int] = (-1, -1),
     num_splits: int = 0,
     batch_invariant: bool = False,
+    fp8_products: bool = False,
     out: Plan | None = None,
     stream: Any = None,
 ) -> Plan:
@@ -59,6 +60,7 @@ def make_plan(
         window: likewise.
         num_splits: likewise.
         batch_invariant: likewise.
+        fp8_products: likewise.
         out: written and returned; an earlier plan for the same sizes and options and for bounds no
             smaller than these, which it keeps. Its memory stays where it is, so a captured graph
             finds the new schedule. None allocates in seqused_k's framework.
@@ -112,6 +114,7 @@ def make_plan(
             window_right,
             num_splits,
             batch_invariant,
+            fp8_products,
             out,
             allocate,
             stream,
@@ -132,6 +135,7 @@ def make_plan(
             ("window", int, window_right),
             ("num_splits", int, num_splits),
             ("batch_invariant", bool, batch_invariant),
+            ("fp8_products", bool, fp8_products),
         )
 
 

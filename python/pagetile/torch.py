@@ -75,7 +75,7 @@ _ATTENTION_OPTIONS = (
     "int[2] window=[-1, -1], float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
     "Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, str kv_dtype='auto', "
     "str layout='NHD', int num_splits=0, bool batch_invariant=False, Tensor? plan=None, "
-    "bool pdl=False"
+    "bool pdl=False, bool fp8_products=False"
 )
 _MERGE = "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b"
 _MERGE_RESULTS = "Tensor(a!) out, Tensor(b!) lse"
@@ -356,6 +356,7 @@ def _fake_attend(
     batch_invariant: bool = False,
     plan: Tensor | None = None,
     pdl: bool = False,
+    fp8_products: bool = False,
 ) -> tuple[Tensor, Tensor]:
     function, int32 = "paged_attention", (torch.int32,)
     _require(function, "q", q, 3, "[T, Hq, D]")

@@ -57,9 +57,6 @@ struct AttentionParams {
     const void* sinks = nullptr;  // [Hq] logits, natural units, unscaled; may be null
     DType sinks_dtype = DType::kFloat32;
     int64_t sinks_stride = 0;
-    // Long queries may be multiplied in e4m3: q and the caches, which must be e4m3, as they are, and the
-    // softmax's weights rounded to it. Faster, less precise; on a GPU that has a kernel for it.
-    bool fp8_products = false;
     Scale q_scale;  // only for an fp8 q
     Scale k_scale;  // only for fp8 caches
     Scale v_scale;
@@ -76,6 +73,9 @@ struct AttentionParams {
     int64_t num_splits = 0;        // 0 chooses, 1 is off, n at most n
     bool batch_invariant = false;  // a sequence's bits depend on nothing but the sequence
     bool validate = false;         // read the metadata first and throw on what is out of range
+    // Allows a kernel to multiply e4m3 with e4m3: q and the caches, which must be of that, as they are,
+    // and the softmax's weights rounded to it. Less precise. What no kernel does so is multiplied as ever.
+    bool fp8_products = false;
     // By make_plan for this step, with the same bounds max_seqlen_q and max_seqlen_k: they decide
     // which tiles there are. Null: planned in the call.
     const void* plan = nullptr;
@@ -119,6 +119,7 @@ struct PlanParams {
     int64_t window_right = -1;
     int64_t num_splits = 0;
     bool batch_invariant = false;
+    bool fp8_products = false;
 
     Device device;
 };

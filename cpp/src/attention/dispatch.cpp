@@ -248,6 +248,7 @@ PlanParams plan_params(const AttentionParams& params) {
         .window_right = params.window_right,
         .num_splits = params.num_splits,
         .batch_invariant = params.batch_invariant,
+        .fp8_products = params.fp8_products,
         .device = params.device,
     };
 }

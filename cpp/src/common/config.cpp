@@ -64,7 +64,7 @@ BuildInfo build_info() {
     info.families.push_back(
         {.name = "sm90",
          .targets = split(PAGETILE_SM90_ARCHITECTURES),
-         .kernels = gpu_kernels({"prefill (TMA, WGMMA)"})}
+         .kernels = gpu_kernels({"prefill (TMA, WGMMA)", "prefill (TMA, WGMMA of e4m3)"})}
     );
 #endif
     return info;
