@@ -17,7 +17,8 @@ Peers get two columns each, their us and how many times as long that is. A case 
 take, or takes in another way, is left out. Peers: fa3, fa3_contiguous (K and V gathered before, as
 sdpa's are), flashinfer, flashinfer_fa3, flashinfer_xqa, sdpa, legacy (legacy_v1 and legacy_v2); and
 pagetile in other ways: no_plan (plans in the call), sm80, sm90a, split_kv (long queries by the
-kernels of that family, or by the split-KV kernel). bench/peers/fetch.sh gets FlashAttention 3.
+kernels of that family, or by the split-KV kernel), fp8_products (queries of e4m3 over such caches,
+with the option of that name). bench/peers/fetch.sh gets FlashAttention 3.
 
 Suites: decode, uneven, spec, fp8, pages, groups, layouts, qlen, window, invariant, pdl; with long
 queries: prefill, chunk, mixed, prefill_pages, prefill_qlen, prefill_fp8.
@@ -26,6 +27,7 @@ queries: prefill, chunk, mixed, prefill_pages, prefill_qlen, prefill_fp8.
     python bench/attention.py pages layouts --json out.json
     python bench/attention.py decode --match "b64 ctx8192" --peers fa3,flashinfer,sdpa,legacy
     python bench/attention.py prefill --family sm80 --peers sm90a  # one family beside the other
+    python bench/attention.py prefill_fp8 --peers fp8_products,fa3
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ MARKS = {
     "sm90a": ("#009e73", "<"),
     "split_kv": ("#999933", "h"),
     "no_plan": ("#bbbbbb", "."),
+    "fp8_products": ("#117733", "D"),
 }
 
 

@@ -127,9 +127,19 @@ def test_who_takes_what():
     assert takers(DECODE) == ours | paged | legacy | {"flashinfer_xqa", "sdpa"}
     assert takers(PROMPTS) == takers(CHUNKS) == ours | paged | {"sdpa"}
     assert takers(UNEVEN) == ours | paged
-    assert takers(FP8) == ours | legacy | {"fa3", "flashinfer", "flashinfer_xqa"}
+    others = {"fa3", "flashinfer", "flashinfer_xqa", "fp8_products"}
+    assert takers(FP8) == ours | legacy | others
     for case in (*OTHERS, replace(DECODE, pdl=True), replace(DECODE, batch_invariant=True)):
         assert takers(case) == ours, case.name
+
+
+def test_queries_of_fp8_cost_what_rounding_does():
+    problem, peer = Problem(FP8, "cpu", sets=2), peers.ATTENTION["fp8_products"]
+    calls = peer.prepare(FP8, problem)
+    assert all(call.args[0].dtype == FP8.stored for call in calls)
+    assert all(call.keywords["fp8_products"] for call in calls)
+    assert attention.WORST_ERROR < problem.error(peer, calls) < attention.WORST_PEER_ERROR
+    check_second_table(peer, calls, problem, attention.WORST_PEER_ERROR)
 
 
 class Planted(Peer):

@@ -126,7 +126,8 @@ def edges() -> list[Case]:
     kv_lens = [n * 128 + away for n in (1, 2, 3) for away in (-1, 0, 1)] + [64, 1, 20, 0, 500]
     q_lens = (16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 97, 1)
     return [
-        Case(f"edges_{name}", q, tuple(kv_lens), (8, 2), scales="heads", causal=causal, **D128, **E4M3)
+        Case(f"edges_{name}", q, tuple(kv_lens), (8, 2), scales="heads", causal=causal, **D128,
+             **E4M3)
         for name, q, causal in (("causal", q_lens, True), ("back", q_lens[::-1], True),
                                 ("noncausal", q_lens, False))
     ]
@@ -275,7 +276,11 @@ def kernels_of(call) -> set[str]:
     if not names:
         pytest.skip("the profiler sees no kernels")
     return {
-        "fp8" if "Loading)3" in name or "LoadingE3" in name else "sm90" if "sm90" in name else "sm80"
+        "fp8"
+        if "Loading)3" in name or "LoadingE3" in name
+        else "sm90"
+        if "sm90" in name
+        else "sm80"
         for name in names
         if "prefill_kernel" in name
     }

@@ -92,7 +92,9 @@ class Pagetile(Peer):
             "batch_invariant": case.batch_invariant,
         }
 
-    def _attention(self, case: Any, tensors: Any, table: torch.Tensor, plan: Any) -> Call:
+    def _attention(
+        self, case: Any, tensors: Any, table: torch.Tensor, plan: Any
+    ) -> functools.partial[Any]:
         return functools.partial(
             pagetile.paged_attention,
             tensors.q,
@@ -127,10 +129,30 @@ class Pagetile(Peer):
         )
 
 
+class Fp8Products(Pagetile):
+    """Queries rounded to e4m3 before, and multiplied with e4m3 where a kernel does that."""
+
+    def supports(self, case: Any) -> bool:
+        return case.stored == torch.float8_e4m3fn != case.dtype
+
+    @staticmethod
+    def _step(case: Any, tensors: Any) -> dict[str, Any]:
+        return {**Pagetile._step(case, tensors), "fp8_products": True}
+
+    def _attention(
+        self, case: Any, tensors: Any, table: torch.Tensor, plan: Any
+    ) -> functools.partial[Any]:
+        call = super()._attention(case, tensors, table, plan)
+        _, *caches = call.args
+        q = tensors.q.to(case.stored)
+        return functools.partial(pagetile.paged_attention, q, *caches, **call.keywords)
+
+
 PEERS = (
     Pagetile("pagetile"),
     Pagetile("no_plan", planned=False),
     Pagetile("sm80", "sm80"),
     Pagetile("sm90a", "sm90a"),
     Pagetile("split_kv", "split_kv"),
+    Fp8Products("fp8_products"),
 )
