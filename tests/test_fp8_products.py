@@ -275,15 +275,14 @@ def kernels_of(call) -> set[str]:
     names = [event.key for event in profile.key_averages()]
     if not names:
         pytest.skip("the profiler sees no kernels")
-    return {
-        "fp8"
-        if "Loading)3" in name or "LoadingE3" in name
-        else "sm90"
-        if "sm90" in name
-        else "sm80"
-        for name in names
-        if "prefill_kernel" in name
-    }
+    return {kind_of(name) for name in names if "prefill_kernel" in name}
+
+
+def kind_of(name: str) -> str:
+    """Of a prefill kernel, by its mangled or its plain name: 3 is sm90::Loading::kTransposed."""
+    if "Loading)3" in name or "LoadingE3" in name:
+        return "fp8"
+    return "sm90" if "sm90" in name else "sm80"
 
 
 @pytest.mark.gpu
