@@ -429,6 +429,19 @@ def test_wild_values_that_some_rows_see(dims, page_size, edge, device):
     check_wild_values(fp8_problem(case, device), dict.fromkeys(EDGES[edge], "nan"))
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16"])
+def test_wild_values_at_the_end_of_rows_of_120(dtype, device):
+    """Rows of no whole number of 16 bytes, that begin at multiples of as many."""
+    case = Case("wild_120", (Q_LEN, 1, 33), (KV_LEN, 70, 33), (8, 2), (120, 120), window=(LEFT, 0),
+                **{**E4M3, "dtype": dtype})  # fmt: skip
+    problem = prefill_problem(case, device, Products if dtype == E4M3["dtype"] else Attention)
+    problem.caches = [moved(cache, 8, 0) for cache in problem.caches]
+    problem.arguments |= dict(zip(("k_cache", "v_cache"), problem.caches, strict=True))
+    problem.arguments["q"] = moved(problem.arguments["q"], 8, 0)
+    problem.check(*problem.run())
+    check_wild_values(problem, dict.fromkeys(EDGES["both_edges"], "nan"))
+
+
 @pytest.mark.parametrize("edge", ["last_token", "at_the_tiles", "many_of_a_tile"])
 def test_wild_values_in_pieces(edge, device):
     case = Case("wild_pieces", (Q_LEN, 1), (6000, 70), (8, 2), **D128, **E4M3)
@@ -461,7 +474,24 @@ def test_pages_outside_the_cache_read_as_zeros(device):
     problem.check(*problem.run())
 
 
-# Plans
+# Plans, and who gets the kernel
+
+# fmt: off
+WHO = [
+    ({}, True), ({"out": "float16"}, True), ({"out": "float32"}, False),
+    ({"fp8_products": False}, False),
+    ({"q": "bfloat16"}, False), ({"q": "float8_e5m2"}, False), ({"cache": "float8_e5m2"}, False),
+    *(({"head_dim": k, "head_dim_v": v}, k <= 128 >= v and max(k, v) > 64)
+      for k in (8, 64, 72, 96, 104, 128, 136, 192, 256) for v in (8, 64, 72, 128, 136, 256)),
+    ({"softcap": 5.0}, False), ({"has_alibi": True}, False), ({"softmax_scale": 0.05}, True),
+    ({"softmax_scale": 0.0}, False), ({"softmax_scale": -0.1}, False),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("call", "expected"), WHO, ids=str)
+def test_who_gets_the_kernel(call, expected):
+    assert _C.multiplies_e4m3(**call) is expected
 
 
 def test_a_plan_for_the_other_products(device):

@@ -336,6 +336,8 @@ def test_out_of_fp8_queries_is_bfloat16(platform):
     of_bf16 = {n: arguments[n].astype(jnp.bfloat16) for n in ("q", "k_cache", "v_cache")}
     same = run_jitted("paged_attention", {**attention_call(), **of_bf16, "q": 2 * of_bf16["q"]})
     np.testing.assert_allclose(out.astype(float), same.astype(float), atol=0.03, rtol=0.03)
+    allowed = {**arguments, "fp8_products": True}  # short queries are multiplied as ever
+    assert same_bits(run_jitted("paged_attention", allowed), out)
 
 
 def test_given_out_keeps_its_other_rows():

@@ -1,6 +1,7 @@
 // Calls checked by shapes and dtypes alone, with the messages of the real ones: what a traced call
 // can be told before anything runs.
 
+#include "attention/dispatch.h"
 #include "operands.h"
 #include "pagetile/attention.h"
 #include "pagetile/cache_write.h"
@@ -200,6 +201,33 @@ void check_attention_types(
     );
 }
 
+// Whether the WGMMA kernel would multiply e4m3 with e4m3, if it took the tensors.
+bool multiplies_e4m3_of(
+    const std::string& q,
+    const std::string& cache,
+    const std::string& out,
+    int64_t head_dim,
+    int64_t head_dim_v,
+    float softmax_scale,
+    float softcap,
+    bool has_alibi,
+    bool fp8_products
+) {
+    constexpr const char* kFunction = "multiplies_e4m3";
+    static constexpr float kNoSlopes[1] = {};  // nobody looks at it
+    return multiplies_e4m3({
+        .head_dim = head_dim,
+        .head_dim_v = head_dim_v,
+        .q_dtype = dtype_named(kFunction, q),
+        .kv_dtype = dtype_named(kFunction, cache),
+        .out_dtype = dtype_named(kFunction, out),
+        .softmax_scale = softmax_scale,
+        .softcap = softcap,
+        .alibi_slopes = has_alibi ? kNoSlopes : nullptr,
+        .fp8_products = fp8_products,
+    });
+}
+
 }  // namespace
 }  // namespace pagetile
 
@@ -242,6 +270,25 @@ void export_check_calls(nb::module_& m) {
         nb::sig(
             "def check_attention_types(q: str, cache: str, head_dim: int, head_dim_v: int, on_gpu: "
             "bool, /) -> None"
+        )
+    );
+    m.def(
+        "multiplies_e4m3",
+        &pagetile::multiplies_e4m3_of,
+        nb::arg("q") = "float8_e4m3fn",
+        nb::arg("cache") = "float8_e4m3fn",
+        nb::arg("out") = "bfloat16",
+        nb::arg("head_dim") = 128,
+        nb::arg("head_dim_v") = 128,
+        nb::arg("softmax_scale") = 1.0f,
+        nb::arg("softcap") = 0.0f,
+        nb::arg("has_alibi") = false,
+        nb::arg("fp8_products") = true,
+        nb::sig(
+            "def multiplies_e4m3(q: str = 'float8_e4m3fn', cache: str = 'float8_e4m3fn', out: str "
+            "= "
+            "'bfloat16', head_dim: int = 128, head_dim_v: int = 128, softmax_scale: float = 1.0, "
+            "softcap: float = 0.0, has_alibi: bool = False, fp8_products: bool = True) -> bool"
         )
     );
 }

@@ -170,6 +170,19 @@ HeadDims built_head_dims(int64_t head_dim, int64_t head_dim_v) {
     return {widest, widest};
 }
 
+bool transforms_scores(const AttentionParams& params) {
+    return params.softcap != 0.0f || params.alibi_slopes != nullptr ||
+           !(params.softmax_scale > 0.0f);
+}
+
+bool multiplies_e4m3(const AttentionParams& params) {
+    const auto is_e4m3 = [](DType dtype) { return dtype == DType::kFloat8E4M3; };
+    const HeadDims dims = built_head_dims(params.head_dim, params.head_dim_v);
+    return params.fp8_products && is_e4m3(params.q_dtype) && is_e4m3(params.kv_dtype) &&
+           (params.out_dtype == DType::kFloat16 || params.out_dtype == DType::kBFloat16) &&
+           sm90::prefill_dims(dims) == HeadDims{128, 128} && !transforms_scores(params);
+}
+
 int32_t rows_per_tile(HeadDims dims, int64_t max_seqlen_q, int64_t group, bool batch_invariant) {
     // With another number of rows, keys are dealt to other warps, and sums have other bits.
     if (batch_invariant || max_seqlen_q <= 0 || max_seqlen_q > 16 || max_seqlen_q * group > 16) {

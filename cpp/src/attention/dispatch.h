@@ -37,6 +37,13 @@ struct HeadDims {
 
 HeadDims built_head_dims(int64_t head_dim, int64_t head_dim_v);
 
+// Whether scores need more than a positive factor.
+bool transforms_scores(const AttentionParams& params);
+
+// Whether the WGMMA kernel, where it takes the tensors, multiplies queries, keys and values as the e4m3 that
+// they are: fp8_products, and there is an instance for it.
+bool multiplies_e4m3(const AttentionParams& params);
+
 // Sequences of more packed rows than this, and more than one token, are the prefill kernel's.
 inline constexpr int32_t kLongRows = 64;
 // The same where the WGMMA kernel takes them, which then reads at the speed of the memory (H200, 32

@@ -98,12 +98,6 @@ bool fits_32_bits(const AttentionParams& params, const KvSide& side) {
            kEnd;
 }
 
-// Whether scores need more than a positive factor.
-bool transforms_scores(const AttentionParams& params) {
-    return params.softcap != 0.0f || params.alibi_slopes != nullptr ||
-           !(params.softmax_scale > 0.0f);
-}
-
 // All of a call but the schedule.
 KernelParams kernel_params(const AttentionParams& params, int64_t capacity) {
     KernelParams p = {};
@@ -237,21 +231,6 @@ bool is_plan_for(const PlanShape& shape, const PlanParams& step, Gpu gpu) {
     return plan_shape(step, gpu).long_rows == shape.long_rows;
 }
 
-#if PAGETILE_HAS_SM90
-
-// Whether the WGMMA kernel multiplies queries, keys and values of the call as the e4m3 that they are.
-bool multiplies_e4m3(const AttentionParams& params, HeadDims dims) {
-    return params.fp8_products && sm90::can_multiply_e4m3(
-                                      params.q_dtype,
-                                      params.kv_dtype,
-                                      params.out_dtype,
-                                      sm90::prefill_dims(dims),
-                                      transforms_scores(params)
-                                  );
-}
-
-#endif
-
 // Whether the prefill kernel that would run makes good use of few tiles: it cuts items, and warpgroups leave
 // out those of which they have no rows. The portable one does neither, nor what widens 64 elements the latter.
 bool cuts_items(const AttentionParams& params, HeadDims dims) {
@@ -263,7 +242,7 @@ bool cuts_items(const AttentionParams& params, HeadDims dims) {
     const bool has_boxes = params.block_table == nullptr || params.page_size % kLeastBox == 0;
     return !is_float8(params.kv_dtype) ||
            (has_boxes && dims.k > 64 &&
-            (multiplies_e4m3(params, dims) ||
+            (multiplies_e4m3(params) ||
              sm90::can_widen(params.q_dtype, sm90::prefill_dims(dims), false)));
 #else
     return !is_float8(params.kv_dtype);
@@ -366,7 +345,7 @@ bool describe_wgmma_prefill(const Call& call, sm90::PrefillParams& prefill) {
     const HeadDims dims = sm90::prefill_dims(call.dims);
     const bool has_instance =
         is_float8(params.kv_dtype)
-            ? multiplies_e4m3(params, call.dims) ||
+            ? multiplies_e4m3(params) ||
                   sm90::can_widen(params.q_dtype, dims, call.kernel.transforms)
             : params.kv_dtype == params.q_dtype;
     if (call.shape.long_rows < 0 || !call.gpu.has_wgmma || !has_instance) {

@@ -31,14 +31,6 @@ bool can_widen(DType q_dtype, HeadDims dims, bool transforms) {
     return is_built && !is_float8(q_dtype) && !transforms;
 }
 
-bool can_multiply_e4m3(
-    DType q_dtype, DType kv_dtype, DType out_dtype, HeadDims dims, bool transforms
-) {
-    const bool has_results = out_dtype == DType::kFloat16 || out_dtype == DType::kBFloat16;
-    return q_dtype == DType::kFloat8E4M3 && kv_dtype == DType::kFloat8E4M3 && has_results &&
-           dims == HeadDims{128, 128} && !transforms;
-}
-
 void launch_prefill(
     PrefillParams& params,
     DType out_dtype,

@@ -17,18 +17,12 @@ struct PrefillInstance {
 };
 
 // The instances, by the type of results, which is that of queries of 16 bits. Loading::kRows: transforms is
-// false. Loading::kWidened: can_widen() said yes; kTransposed: can_multiply_e4m3() did.
+// false. Loading::kWidened: can_widen() said yes; kTransposed: multiplies_e4m3() did.
 PrefillInstance prefill_half_t(HeadDims dims, bool transforms, Loading loading);
 PrefillInstance prefill_bfloat16_t(HeadDims dims, bool transforms, Loading loading);
 
 // Whether an instance is built that widens keys and values for such queries.
 bool can_widen(DType q_dtype, HeadDims dims, bool transforms);
-
-// Whether an instance is built that multiplies queries, keys and values of e4m3 as they are, for such
-// results.
-bool can_multiply_e4m3(
-    DType q_dtype, DType kv_dtype, DType out_dtype, HeadDims dims, bool transforms
-);
 
 // The tensor maps of a call, and how its keys and values are loaded. False: there is no instance for
 // tensors that lie like that.
