@@ -623,11 +623,12 @@ class LegacyBatch:
         }
 
     def scratch(self):
-        sums = torch.full((*self.q.shape[:2], 1), 7.0, device=self.device)
+        partitions = max(1, -(-max(self.lens) // 512))
+        sums = torch.full((*self.q.shape[:2], partitions), 7.0, device=self.device)
         return {
             "exp_sum": sums,
             "max_logits": sums.clone(),
-            "tmp_out": torch.full_like(self.q, 7)[:, :, None],
+            "tmp_out": torch.full_like(self.q, 7)[:, :, None].repeat(1, 1, partitions, 1),
         }
 
     def run(self, version, **changes):
@@ -635,7 +636,8 @@ class LegacyBatch:
         if version == 2:
             scratch = self.scratch()
             assert vllm.paged_attention_v2(**scratch, **arguments) is None
-            assert all((x == 7).all() for x in scratch.values())
+            untouched = [bool((x == 7).all()) for x in scratch.values()]
+            assert all(untouched) or self.device == "cuda"  # there they are used
         else:
             assert vllm.paged_attention_v1(**arguments) is None
         return arguments["out"]
