@@ -73,5 +73,5 @@ $(DEMO_VENV)/.tools: tools/make_venv.sh
 $(DEMO_VENV)/$(INSTALLED): $(SOURCES) $(DEMO_VENV)/.tools
 	tools/install.sh $(DEMO_VENV) $(INSTALLED)
 
-dist/.built: $(SOURCES) $(VENV)/.tools
+dist/.built: $(SOURCES) $(VENV)/.tools tools/build_wheel.sh tools/old_glibc.sh tools/old_libstdcxx.py
 	tools/build_wheel.sh $(VENV)

@@ -38,6 +38,6 @@ PAGETILE_CUDA=ON "$venv/bin/python" -m pip wheel --verbose --no-deps -Cbuild-dir
 if [ "$platform" = linux ]; then
     cp build/wheel.plain/*.whl dist/
 else
-    LD_LIBRARY_PATH=$old/openmp "$venv/bin/auditwheel" repair --plat "${platform}_$(uname -m)" -w dist build/wheel.plain/*.whl
+    LD_LIBRARY_PATH=$old/openmp "$venv/bin/auditwheel" repair --only-plat --plat "${platform}_$(uname -m)" -w dist build/wheel.plain/*.whl
 fi
 touch dist/.built

@@ -45,7 +45,8 @@ done
 cp "$out/root/usr/lib/x86_64-linux-gnu/libc_nonshared.a" "$out/lib/"
 rm "$out/lib/libc.so"
 echo "GROUP(libc.so.6 libc_nonshared.a AS_NEEDED($out/root/lib/x86_64-linux-gnu/ld-2.31.so))" >"$out/lib/libc.so"
-cp -L "$out/root/usr/lib/x86_64-linux-gnu/libgomp.so.1" "$out/openmp/"
+cp -L "$out/root/usr/lib/x86_64-linux-gnu/libgomp.so.1" "$out/openmp/" # apart from glibc: auditwheel has it on its path
+ln -s ../openmp/libgomp.so.1 "$out/lib/libgomp.so"
 
 "${PYTHON:-python3}" tools/old_libstdcxx.py "$out/lib/libstdc++.so"
 
