@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# cross_aarch64.sh VENV: compiles the C++ library for 64-bit Arm, without CUDA and Python, and the C++ example with it, which is
+# cross_arm.sh VENV: compiles the C++ library for 64-bit Arm, without CUDA and Python, and the C++ example with it, which is
 # run in an emulator. Needs a cross compiler and qemu (Debian: g++-aarch64-linux-gnu, qemu-user-static).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=$(realpath "${1:?usage: cross_aarch64.sh VENV}")
+venv=$(realpath "${1:?usage: cross_arm.sh VENV}")
 export PATH=$venv/bin:$PATH # for cmake and ninja
 source tools/build_env.sh
 build=$PWD/build/aarch64
 
 for program in aarch64-linux-gnu-g++ qemu-aarch64-static; do
-    command -v $program >/dev/null || { echo "cross_aarch64: no $program" >&2 && exit 1; }
+    command -v $program >/dev/null || { echo "cross_arm: no $program" >&2 && exit 1; }
 done
 rm -rf "$build"
 cross=(
