@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import struct
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -160,3 +162,24 @@ def test_a_parameter_without_a_word(tool, build, monkeypatch):
 )
 def test_names(tool, name, short):
     assert tool.shorten(name) == short
+
+
+def test_a_compile_is_measured(tmp_path):
+    """The launcher passes on what the compiler does, and notes the compiles that succeed."""
+    launcher, log = TOOL.parent / "measure_compile.py", tmp_path / "log"
+    if not launcher.exists():
+        pytest.skip("no source tree beside the tests")
+    work = "import sys; sum(range(3_000_000)); print('done'); sys.exit(sys.argv[1] == 'bad.cpp')"
+    for source, status in (("good.cpp", 0), ("bad.cpp", 1)):
+        compiler = [sys.executable, "-c", work, source, "-o", f"{source}.o"]
+        done = subprocess.run(
+            [sys.executable, launcher, *compiler],
+            env={**os.environ, "PAGETILE_COMPILES": str(log)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (status, "done\n")
+    (entry,) = map(json.loads, log.read_text().splitlines())
+    assert entry["object"] == "good.cpp.o"
+    assert 0 < entry["cpu_s"] <= 2 * entry["wall_s"] + 0.1 and entry["peak_mb"] > 0

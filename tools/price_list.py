@@ -174,7 +174,9 @@ def table(head: str, rows: Iterable[Iterable[object]]) -> list[str]:
 
 def total(prices: Iterable[Price], architecture: str | None = None) -> tuple[int, str, str]:
     """How many, KB and seconds."""
-    members = [p for p in prices if architecture is None or architecture in p.seconds]
+    members = [
+        p for p in prices if (p.seconds if architecture is None else architecture in p.seconds)
+    ]
     size = sum(n for p in members for a, n in p.bytes.items() if architecture in (None, a))
     seconds = sum(s for p in members for a, s in p.seconds.items() if architecture in (None, a))
     return len(members), f"{size / 1000:,.0f}", f"{seconds:,.1f}"
@@ -279,9 +281,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--print", action="store_true", help="write no page")
     parser.add_argument("--log", type=Path, default=ROOT / "build" / "wheel.log")
-    parser.add_argument(
-        "--compiles", type=Path, default=ROOT / "build" / "wheel.compiles.jsonl"
-    )
+    parser.add_argument("--compiles", type=Path, default=ROOT / "build" / "wheel.compiles.jsonl")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("wheel", type=Path, nargs="?")
     options = parser.parse_args(arguments)
