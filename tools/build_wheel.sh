@@ -28,7 +28,7 @@ if [ "$platform" != linux ]; then
     tools/old_glibc.sh "$old"
 fi
 if [ "$platform" != linux ] && [ -d "$old/lib" ]; then
-    export LDFLAGS="-L$old/lib -Wl,--exclude-libs,ALL ${LDFLAGS:-}"
+    export LDFLAGS="-L$old/lib -Wl,-rpath-link,$old/lib -Wl,--exclude-libs,ALL ${LDFLAGS:-}"
     libraries="-lstdc++ -l:libstdc++.a -lsingle_threaded -lpthread -ldl -lrt"
     settings+=(-Ccmake.define.CMAKE_CXX_STANDARD_LIBRARIES="$libraries")
 fi
