@@ -45,6 +45,8 @@ AXES = {
     "sm90::prefill_kernel": ("computed type", "head_dim", "head_dim of V", "transforms", "loading"),
     "gpu::cache_write_kernel": ("source", "cache", "vector", "wide", "pdl", "tokens"),
     "gpu::copy_pages_kernel": ("vector",),
+    "gpu::legacy_kernel": ("computed type", "stored type", "partitions"),
+    "gpu::legacy_reduce_kernel": ("type",),
     "gpu::merge_states_kernel": ("type", "vector"),
 }
 DTYPES = ("fp32", "fp16", "bf16", "e4m3", "e5m2")  # pagetile::DType, in its order
