@@ -7,6 +7,7 @@
 #include "attention/sm90/rows.cuh"
 
 #include <cstdint>
+#include <type_traits>
 
 namespace pagetile::sm90 {
 
@@ -169,23 +170,25 @@ private:
         }
     }
 
-    // Values lie at multiples of 16 bytes.
+    // Values lie at multiples of 16 bytes, and there are eight of them, or a multiple of that.
     static __device__ bool has_non_finite(
         const gpu::KernelParams& params, const Item& item, int32_t key, bool is_e5m2
     ) {
-        constexpr int kOfVector = Config::kWidens ? 16 : 8;
-        const auto* values = reinterpret_cast<const uint4*>(find_values(params, item, key));
+        using Eight = std::conditional_t<Config::kWidens, uint2, uint4>;
+        const auto* values = reinterpret_cast<const Eight*>(find_values(params, item, key));
         uint32_t sum = 0;
 #pragma unroll 4
-        for (int32_t i = 0; values != nullptr && i < params.head_dim_v / kOfVector; ++i) {
-            const uint4 bytes = values[i];
-            for (const uint32_t word : {bytes.x, bytes.y, bytes.z, bytes.w}) {
-                if constexpr (Config::kWidens) {
+        for (int32_t i = 0; values != nullptr && i < params.head_dim_v / 8; ++i) {
+            const Eight bytes = values[i];
+            if constexpr (Config::kWidens) {
+                for (const uint32_t word : {bytes.x, bytes.y}) {
                     uint32_t pairs[2];
                     widen(is_e5m2, pairs, word);
                     sum = add_times_zero(cutlass::half_t{}, pairs[0], sum);
                     sum = add_times_zero(cutlass::half_t{}, pairs[1], sum);
-                } else {
+                }
+            } else {
+                for (const uint32_t word : {bytes.x, bytes.y, bytes.z, bytes.w}) {
                     sum = add_times_zero(Element{}, word, sum);
                 }
             }
