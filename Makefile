@@ -11,7 +11,7 @@ INSTALLED := .pagetile-cuda-$(PAGETILE_CUDA)
 SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake cpp python tools/build_backend -type f ! -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint sanitize coverage docs docs-links bench results wheel cuda cpp-example cpp-example-gpu clean
+.PHONY: help demo test lint sanitize coverage docs docs-links bench results wheel sdist prices cuda cross-arm gpu-sanitize cpp-example cpp-example-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -44,9 +44,20 @@ bench: $(VENV)/$(INSTALLED) ## run the benchmarks
 results: $(VENV)/$(INSTALLED) ## on an H200: measure again, write the tables of bench/results/h200.md and the plots (PAGETILE_CUDA=ON)
 	PYTHON=$(BIN)/python bench/run_all.sh h200
 
-wheel: dist/.built ## build the wheel with the CUDA kernels into dist/
+wheel: dist/.built ## build the wheel with the CUDA kernels into dist/: all architectures of a release, tagged by auditwheel
+	tools/check_wheel.sh dist/*.whl
+	$(BIN)/abi3audit --strict --report dist/*.whl
+	$(BIN)/check-wheel-contents dist/*.whl
 
-cuda: dist/.built ## the same, then check its log for spills, local memory and lost performance
+sdist: $(VENV)/.tools ## make the source archive in dist/; build, install and run the CPU build of it
+	tools/check_sdist.sh $(VENV)
+
+prices: ## build the wheel with every file compiled anew; write what each kernel costs into docs/build.md
+	rm -f dist/.built
+	CCACHE_RECACHE=1 $(MAKE) dist/.built
+	$(BIN)/python tools/price_list.py
+
+cuda: wheel ## the same, then check its log for spills, local memory and lost performance
 	tools/check_build_log.sh build/wheel.log
 
 cpp-example: $(VENV)/.tools ## install the C++ library, then build and run examples/cpp against it
@@ -54,6 +65,12 @@ cpp-example: $(VENV)/.tools ## install the C++ library, then build and run examp
 
 cpp-example-gpu: dist/.built ## the same with the library of the CUDA wheel; runs on a GPU if there is one
 	tools/cpp_example_gpu.sh $(VENV)
+
+cross-arm: $(VENV)/.tools ## compile the C++ library for 64-bit Arm and run its example in an emulator
+	tools/cross_arm.sh $(VENV)
+
+gpu-sanitize: dist/.built ## on a machine with a GPU: all kernels under compute-sanitizer
+	PYTHON=$(BIN)/python tools/gpu_sanitize.sh dist/*.whl
 
 clean: ## remove what was built, the environments too
 	rm -rf build dist $(VENV) $(DEMO_VENV) $(DOCS_VENV)
@@ -73,5 +90,5 @@ $(DEMO_VENV)/.tools: tools/make_venv.sh
 $(DEMO_VENV)/$(INSTALLED): $(SOURCES) $(DEMO_VENV)/.tools
 	tools/install.sh $(DEMO_VENV) $(INSTALLED)
 
-dist/.built: $(SOURCES) $(VENV)/.tools
+dist/.built: $(SOURCES) $(VENV)/.tools tools/build_wheel.sh tools/old_glibc.sh tools/old_libstdcxx.py
 	tools/build_wheel.sh $(VENV)

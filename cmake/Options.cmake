@@ -27,6 +27,12 @@ if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
 endif()
 
 add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>")
+# Functions that nothing calls stay out of the module.
+add_compile_options(
+  "$<$<COMPILE_LANGUAGE:CXX>:-ffunction-sections;-fdata-sections>"
+  "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffunction-sections,-fdata-sections>"
+)
+add_link_options(-Wl,--gc-sections)
 set(CMAKE_COMPILE_WARNING_AS_ERROR ${PAGETILE_WERROR})
 if(PAGETILE_COVERAGE)
   # The CPU kernels run on several threads: without atomic updates, counts get lost.

@@ -86,13 +86,6 @@ def test_writes_count_what_they_read_and_write():
 # Adapters
 
 
-@pytest.fixture
-def legacy(monkeypatch):
-    """`pagetile.legacy` with the functions of compat.vllm, unless this build has its own."""
-    if importlib.util.find_spec("pagetile.legacy") is None:
-        monkeypatch.setitem(sys.modules, "pagetile.legacy", compat)
-
-
 def check_second_table(
     peer: Peer, calls: list[Call], problem: Problem, worst: float = attention.WORST_ERROR
 ) -> None:
@@ -104,7 +97,7 @@ def check_second_table(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_adapters_compute_the_same(case, legacy):
+def test_adapters_compute_the_same(case):
     problem = Problem(case, "cpu", sets=2)
     names = {"no_plan", "sm80", "split_kv", "sdpa", "legacy_v1", "legacy_v2"}
     compared = [attention.SELF] + [peers.ATTENTION[name] for name in sorted(names)]

@@ -339,7 +339,6 @@ IGNORED = {
     "k_descale": lambda device: torch.full((), 3.0, device=device).expand(5, 2),
     "v_descale": lambda device: torch.full((), 3.0, device=device).expand(5, 2),
     "max_seqlen_k": lambda device: 100_000,
-    "max_seqlen_q": lambda device: 1000,
 }
 
 
@@ -349,6 +348,15 @@ def test_argument_changes_no_bit(name, device):
     batch = Batch(device)
     changed = batch.run(causal=True, **{name: IGNORED[name](device)})
     assert all(map(same_bits, changed, batch.run(causal=True)))
+
+
+def test_bound_of_queries_may_be_too_large(device):
+    """On a GPU it chooses the kernel, and another kernel sums in another order."""
+    batch = Batch(device)
+    results = batch.run(causal=True, max_seqlen_q=1000)
+    batch.check(*results, causal=True)
+    if device == "cpu":
+        assert all(map(same_bits, results, batch.run(causal=True)))
 
 
 def test_out_is_written_and_returned(device):
@@ -615,11 +623,12 @@ class LegacyBatch:
         }
 
     def scratch(self):
-        sums = torch.full((*self.q.shape[:2], 1), 7.0, device=self.device)
+        partitions = max(1, -(-max(self.lens) // 512))
+        sums = torch.full((*self.q.shape[:2], partitions), 7.0, device=self.device)
         return {
             "exp_sum": sums,
             "max_logits": sums.clone(),
-            "tmp_out": torch.full_like(self.q, 7)[:, :, None],
+            "tmp_out": torch.full_like(self.q, 7)[:, :, None].repeat(1, 1, partitions, 1),
         }
 
     def run(self, version, **changes):
@@ -627,7 +636,8 @@ class LegacyBatch:
         if version == 2:
             scratch = self.scratch()
             assert vllm.paged_attention_v2(**scratch, **arguments) is None
-            assert all((x == 7).all() for x in scratch.values())
+            untouched = [bool((x == 7).all()) for x in scratch.values()]
+            assert all(untouched) or self.device == "cuda"  # there they are used
         else:
             assert vllm.paged_attention_v1(**arguments) is None
         return arguments["out"]

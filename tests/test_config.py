@@ -109,13 +109,29 @@ class FakeExtension:
         ("90a-real", (9, 0), True),
         ("90a-real", (10, 0), False),
         ("90a-real", (8, 9), False),
+        ("100f-real", (10, 0), True),
+        ("100f-real", (10, 3), True),
+        ("100f-real", (12, 0), False),
+        ("100f", (12, 0), False),  # not by the PTX of a family either
+        ("103f", (10, 0), False),
         ("80-real;120", (12, 0), True),
+        ("80-real;120", (12, 1), True),
         ("80-real;120", (10, 0), False),
         ("", (9, 0), False),
     ],
 )
 def test_covers(architectures: str, capability: tuple[int, int], covered: bool):
     assert _C.covers(architectures, *capability) is covered
+
+
+def test_a_gpu_that_is_not_covered():
+    """The error names the GPU's capability and all that is built."""
+    gpu = "CUDA device 0 (NVIDIA T4, capability 7.5)"
+    text = _C.not_built_message("cache_write", gpu)
+    assert text.startswith(f"cache_write: not built for {gpu}; built: cpu for ")
+    for name, family in _C.build_info()["families"].items():
+        targets = ", ".join(family["targets"])
+        assert f"{name} for {targets}: {' '.join(family['kernels'])}" in text
 
 
 @pytest.mark.gpu

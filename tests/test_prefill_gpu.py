@@ -653,11 +653,23 @@ def test_wild_values_that_some_rows_see(kind, dims, page_size, edge, device):
     check_wild_values(prefill_problem(case, device), EDGES[edge])
 
 
-def check_wild_values(problem: Attention, wild_keys: dict[int, str]) -> None:
+def test_wild_values_at_the_end_of_rows_of_120(device):
+    """Rows of 8 bits that are no multiple of 16 bytes, but begin at such multiples."""
+    case = Case("wild_120", (Q_LEN, 1, 33), (KV_LEN, 70, 33), (8, 2), (120, 120), 16,
+                window=(LEFT, 0), **KINDS["e5m2"])  # fmt: skip
+    problem = prefill_problem(case, device)
+    problem.caches = [moved(cache, 8, 0) for cache in problem.caches]
+    problem.arguments |= dict(zip(("k_cache", "v_cache"), problem.caches, strict=True))
+    check_wild_values(problem, EDGES["both_edges"], columns=[119])
+
+
+def check_wild_values(
+    problem: Attention, wild_keys: dict[int, str], columns: list[int] | None = None
+) -> None:
     """Of the first sequence."""
     q_len, kv_len = problem.case.q_lens[0], problem.case.kv_lens[0]
     first, left = kv_len - q_len, problem.case.window[0]
-    columns = [0, 37, problem.case.head_dim[1] - 1]
+    columns = columns or [0, 37, problem.case.head_dim[1] - 1]
     values = problem.stored[1][:kv_len].clone()
     for key, wild in wild_keys.items():
         spoilt = values[key].float()

@@ -1,7 +1,4 @@
-"""The historical kernels of `pagetile.legacy`, over the same pages in the legacy layout.
-
-A build without that module has no such columns. Its functions take vLLM's arguments.
-"""
+"""The historical kernels of `pagetile.legacy`, over the same pages in the legacy layout."""
 
 from __future__ import annotations
 
@@ -39,10 +36,19 @@ class Legacy(Peer):
         scales = (tensors.scales.get("k_scale"), tensors.scales.get("v_scale"))
         dtype = "auto" if case.stored == case.dtype else "fp8_e4m3"
         attend = getattr(importlib.import_module("pagetile.legacy"), self.function)
-        first = [tensors.out, *self._partials(case, tensors), tensors.q, *caches]
-        first += [case.heads[1], case.head_dim**-0.5]
-        last = [tensors.seqused_k, case.page_size, max(case.kv_lens), None, dtype, *scales]
-        return [functools.partial(attend, *first, table, *last) for table in tensors.tables]
+        given = [tensors.out, *self._partials(case, tensors), tensors.q, *caches]
+        options = {
+            "seqused_k": tensors.seqused_k,
+            "max_seqlen_k": max(case.kv_lens),
+            "softmax_scale": case.head_dim**-0.5,
+            "kv_dtype": dtype,
+            "k_scale": scales[0],
+            "v_scale": scales[1],
+        }
+        return [
+            functools.partial(attend, *given, block_table=table, **options)
+            for table in tensors.tables
+        ]
 
     def _partials(self, case: Any, tensors: Any) -> list[torch.Tensor]:
         """Sums, maxima and results of the partitions."""

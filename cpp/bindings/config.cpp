@@ -1,6 +1,7 @@
 #include "pagetile/config.h"
 
 #include "common/device.h"
+#include "common/not_built.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -54,6 +55,16 @@ void export_config(nb::module_& m) {
         &build_info,
         nb::sig("def build_info() -> dict[str, object]"),
         "What this build contains."
+    );
+    m.def(
+        "not_built_message",
+        [](const std::string& function, const std::string& gpu) {
+            return pagetile::not_built_message(function.c_str(), gpu);
+        },
+        nb::arg("function"),
+        nb::arg("gpu"),
+        nb::sig("def not_built_message(function: str, gpu: str) -> str"),
+        "What a call says for a GPU that this build has no code for."
     );
     m.def(
         "devices",

@@ -8,6 +8,7 @@ void export_cache_write(nb::module_& m);
 void export_check_calls(nb::module_& m);
 void export_config(nb::module_& m);
 void export_copy_pages(nb::module_& m);
+void export_legacy(nb::module_& m);
 void export_plan(nb::module_& m);
 void export_xla_ffi(nb::module_& m);
 
@@ -19,6 +20,7 @@ NB_MODULE(_C, m) {
     export_check_calls(m);
     export_config(m);
     export_copy_pages(m);
+    export_legacy(m);
     export_plan(m);
     export_xla_ffi(m);
 }

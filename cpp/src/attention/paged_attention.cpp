@@ -1,6 +1,7 @@
 // The C++ entry point of attention: checks sizes and types, reads the metadata if asked to, picks
 // the backend.
 
+#include "attention/check_call.h"
 #include "attention/cpu/attention_cpu.h"
 #include "common/cpu_kernels.h"
 #include "common/not_built.h"
@@ -317,26 +318,35 @@ int64_t bounded_window(int64_t window) { return window > kMaxLength ? -1 : windo
 
 }  // namespace
 
+void check_call(const AttentionParams& params, [[maybe_unused]] Stream stream) {
+    check_types(params);
+    check_sizes(params);
+    check_options(params);
+    if (!params.validate) {
+        return;
+    }
+#if PAGETILE_HAS_CUDA
+    if (params.device.kind != DeviceKind::kCpu) {
+        check_metadata(HostMetadata(params, reinterpret_cast<cudaStream_t>(stream)).params());
+        return;
+    }
+#endif
+    if (params.device.kind == DeviceKind::kCpu) {
+        check_metadata(params);
+    }
+}
+
 void paged_attention(const AttentionParams& given, [[maybe_unused]] Stream stream) {
-    check_types(given);
-    check_sizes(given);
-    check_options(given);
+    check_call(given, stream);
     AttentionParams params = given;
     params.window_left = bounded_window(given.window_left);
     params.window_right = bounded_window(given.window_right);
     if (params.device.kind == DeviceKind::kCpu) {
-        if (params.validate) {
-            check_metadata(params);
-        }
         cpu::paged_attention(params);
         return;
     }
 #if PAGETILE_HAS_CUDA
-    const auto cuda_stream = reinterpret_cast<cudaStream_t>(stream);
-    if (params.validate) {
-        check_metadata(HostMetadata(params, cuda_stream).params());
-    }
-    gpu::paged_attention(params, cuda_stream);
+    gpu::paged_attention(params, reinterpret_cast<cudaStream_t>(stream));
 #else
     throw_not_built("paged_attention", params.device);
 #endif

@@ -26,8 +26,11 @@ bool covers_one(std::string_view architecture, int capability_major, int capabil
     if (kind.starts_with('a')) {  // architecture-specific: that GPU alone
         return capability_major == built_major && capability_minor == built_minor;
     }
-    const bool machine_code =
-        kind != "-virtual" && capability_major == built_major && capability_minor >= built_minor;
+    const bool same_family = capability_major == built_major && capability_minor >= built_minor;
+    if (kind.starts_with('f')) {  // the PTX of a family runs on no other
+        return same_family;
+    }
+    const bool machine_code = kind != "-virtual" && same_family;
     const bool ptx = kind != "-real" && std::pair(capability_major, capability_minor) >=
                                             std::pair(built_major, built_minor);
     return machine_code || ptx;

@@ -23,16 +23,23 @@ void throw_not_built(const char* function, Device device) {
             );
         }
     }
+    throw NotBuiltError(not_built_message(function, gpu));
+}
+
+std::string not_built_message(const char* function, const std::string& gpu) {
     std::string built;
     for (const KernelFamily& family : build_info().families) {
-        built += built.empty() ? "" : "; ";
-        built += message(family.name, ":");
+        built += message(built.empty() ? "" : "; ", family.name, " for ");
+        for (const std::string& target : family.targets) {
+            built += message(&target == &family.targets.front() ? "" : ", ", target);
+        }
+        built += ":";
         for (const std::string& kernel : family.kernels) {
             built += " " + kernel;
         }
         built += family.kernels.empty() ? " none" : "";
     }
-    throw NotBuiltError(message(function, ": not built for ", gpu, "; built: ", built));
+    return message(function, ": not built for ", gpu, "; built: ", built);
 }
 
 }  // namespace pagetile

@@ -20,11 +20,11 @@ Example:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from pagetile import _C
+from pagetile._errors import renamed
 from pagetile._tensor import SupportsDLPack as Tensor
 from pagetile._tensor import shape_of
 from pagetile.attention import attend
@@ -68,6 +68,7 @@ _DECODE_NAMES = {
     "max_seqlen_k": "max_seq_len",
     "softmax_scale": "scale",
     "kv_dtype": "kv_cache_dtype",
+    "exp_sums": "exp_sum",
 }
 _MERGE_NAMES = {
     "out": "output",
@@ -351,6 +352,9 @@ def paged_attention_v1(
 ) -> None:
     """Attend with one query of each sequence over a cache of the legacy layout.
 
+    The kernel of `pagetile.legacy` serves the call if it takes it, else those of
+    `pagetile.paged_attention`.
+
     Args:
         out: [B, Hq, D], the type of ``query``; written.
         query: [B, Hq, D] fp16, bf16 or fp32 (CPU), any row and head stride.
@@ -377,9 +381,9 @@ def paged_attention_v1(
         ValueError, TypeError: shapes, types or devices do not fit; nothing is written.
     """
     _decode(
-        "paged_attention_v1", out, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
-        seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
-        blocksparse_vert_stride,
+        "paged_attention_v1", (None, None, None), out, query, key_cache, value_cache, num_kv_heads,
+        scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype,
+        k_scale, v_scale, blocksparse_vert_stride,
     )  # fmt: skip
 
 
@@ -407,13 +411,16 @@ def paged_attention_v2(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """Do what ``paged_attention_v1`` does; the scratch for partitions is not needed.
+    """Do what ``paged_attention_v1`` does, in partitions of 512 keys.
+
+    The kernels of `pagetile.legacy` serve the call if they take it and there is scratch, else
+    those of `pagetile.paged_attention`.
 
     Args:
         out: [B, Hq, D], the type of ``query``; written.
-        exp_sum: ignored and left untouched; may be None.
+        exp_sum: [B, Hq, partitions or more] fp32, scratch; may be None.
         max_logits: likewise.
-        tmp_out: likewise.
+        tmp_out: [B, Hq, partitions or more, D], the type of ``query``; likewise.
         query: this and the rest as in ``paged_attention_v1``.
         key_cache: [P, Hkv, D / x, S, x].
         value_cache: [P, Hkv, D, S].
@@ -438,9 +445,9 @@ def paged_attention_v2(
         ValueError, TypeError: shapes, types or devices do not fit; nothing is written.
     """
     _decode(
-        "paged_attention_v2", out, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
-        seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
-        blocksparse_vert_stride,
+        "paged_attention_v2", (exp_sum, max_logits, tmp_out), out, query, key_cache, value_cache,
+        num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes,
+        kv_cache_dtype, k_scale, v_scale, blocksparse_vert_stride,
     )  # fmt: skip
 
 
@@ -467,6 +474,7 @@ def _write(
 
 def _decode(
     function: str,
+    scratch: tuple[Tensor | None, Tensor | None, Tensor | None],
     out: Tensor,
     query: Tensor,
     key_cache: Tensor,
@@ -498,6 +506,15 @@ def _decode(
         raise ValueError(
             f"{function}: block_size must be key_cache's {cache_block_size}, got {block_size}"
         )
+    # The kernels of those days, where they take the call and paged_attention_v2 has its scratch.
+    if function == "paged_attention_v1" or None not in scratch:
+        lacks = _call(
+            _C.legacy_attention, function, _DECODE_NAMES,
+            out, *scratch, query, key_cache, value_cache, block_tables, seq_lens, max_seq_len,
+            scale, alibi_slopes, kv_cache_dtype, k_scale, v_scale, None,
+        )  # fmt: skip
+        if not lacks:
+            return
     _call(
         attend, function, _DECODE_NAMES,
         out, None, None, False,
@@ -511,14 +528,8 @@ def _call(
     kernel: Callable[..., Any], function: str, names: Mapping[str, str], *args: Any, **kwargs: Any
 ) -> Any:
     """Call a kernel; its errors name this function and its arguments as the caller wrote them."""
-    try:
+    with renamed(function, names):
         return kernel(*args, **kwargs)
-    except (TypeError, ValueError, RuntimeError) as error:
-        name, _, text = str(error).partition(": ")
-        if name not in ("cache_write", "paged_attention", "merge_states"):
-            raise
-        text = re.sub(r"\b[a-z_]+\b", lambda word: names.get(word[0], word[0]), text)
-        raise type(error)(f"{function}: {text}") from None
 
 
 def _refuse(function: str, name: str, value: object, allowed: str) -> NoReturn:

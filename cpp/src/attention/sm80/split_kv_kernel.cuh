@@ -377,7 +377,7 @@ __global__ void
 __launch_bounds__(tile_shape_beside(kHeadDim).num_threads(), 1) split_kv_beside_kernel(
     const __grid_constant__ KernelParams params, const __grid_constant__ gpu::PageBoxes boxes
 ) {
-    if constexpr (kDeviceArch >= 900) {
+    if constexpr (kDeviceArch == 900) {
         extern __shared__ __align__(
             ring_alignment(tile_shape_beside(kHeadDim))
         ) char shared_beside[];

@@ -193,7 +193,7 @@ private:
         }
     }
 
-    // Values lie at multiples of 16 bytes, and are multiples of eight.
+    // Values lie at multiples of 16 bytes, and there are eight of them, or a multiple of that.
     static __device__ bool has_non_finite(
         const gpu::KernelParams& params, const Item& item, int32_t key, bool is_e5m2
     ) {
