@@ -47,6 +47,12 @@ __device__ __forceinline__ void cp_async_16_bytes_if(
     );
 }
 
+// The number itself, as something that is not worked out again where it is used.
+__device__ __forceinline__ int keep(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+
 // Waits until so many threads, whole warps, have come to one of the barriers 0 to 15. 0 is
 // __syncthreads'. (CUTLASS's function traps before 9.0.)
 __device__ __forceinline__ void sync_at_barrier(int barrier, int threads) {

@@ -54,6 +54,7 @@ struct KernelParams {
     int32_t total_q;
     int32_t kv_capacity;  // of a sequence's pages, or of all packed rows
     PlanShape shape;
+    bool is_dealt;  // a chain has one KV head, and an item is all that a lane has of a tile
 
     // Keys and values
     const int32_t* block_table;
@@ -64,7 +65,7 @@ struct KernelParams {
     KvSide kv[2];            // K, V
     bool copies_16_bytes;    // strides and bases allow it, and rows are whole
     bool copies_by_places;   // besides, a row's place in its pool has 32 bits, counted in 16 bytes
-    bool copies_whole_rows;  // besides, rows are as long as the kernel's, and 16 keys on a page
+    bool copies_whole_rows;  // or rows are as long as the kernel's, 16 keys on a page, strides of 32 bits
 
     // Queries. Strides in bytes.
     bool q_is_aligned;  // rows begin and end at multiples of 16 bytes

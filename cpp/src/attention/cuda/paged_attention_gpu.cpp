@@ -98,6 +98,13 @@ bool fits_32_bits(const AttentionParams& params, const KvSide& side) {
            kEnd;
 }
 
+// Whether a page and a token of it are found by products of 32 bits. (Of packed rows there is one page.)
+bool has_32_bit_strides(const KvSide& side) {
+    constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
+    return side.page_stride >= 0 && side.page_stride <= kMost && side.token_stride >= 0 &&
+           side.token_stride <= kMost;
+}
+
 // All of a call but the schedule.
 KernelParams kernel_params(const AttentionParams& params, int64_t capacity) {
     KernelParams p = {};
@@ -129,7 +136,8 @@ KernelParams kernel_params(const AttentionParams& params, int64_t capacity) {
 
     const HeadDims dims = built_head_dims(params.head_dim, params.head_dim_v);
     p.copies_whole_rows = p.copies_16_bytes && p.granule_log2 == 4 && params.head_dim == dims.k &&
-                          params.head_dim_v == dims.v;
+                          params.head_dim_v == dims.v && has_32_bit_strides(p.kv[0]) &&
+                          has_32_bit_strides(p.kv[1]);
 
     const auto q_bytes = static_cast<int64_t>(dtype_size(params.q_dtype));
     p.q = static_cast<const char*>(params.q);
@@ -199,6 +207,7 @@ void set_schedule(
 ) {
     const WorkspaceLayout& layout = workspace.layout;
     p.shape = shape;
+    p.is_dealt = shape.heads_per_chain == 1 && shape.piece_units == 0;
     p.plan = plan;
     p.batch_per_lane =
         (static_cast<uint32_t>(shape.batch) << 8) / static_cast<uint32_t>(shape.lanes);

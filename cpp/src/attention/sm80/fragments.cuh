@@ -72,22 +72,33 @@ struct Fragments {
     // 16 bytes of an fp8 row are 16 elements: what ldmatrix reads for two steps, two steps use.
     static constexpr int kStepsPerLoad = kFloat8 ? 2 : 1;
 
+    // Where this lane reads the first 16 bytes of a tile's keys or values, in shared memory, if the tile
+    // is at `tile` there.
+    static __device__ __forceinline__ int first_of_keys(int tile) {
+        const int lane = static_cast<int>(threadIdx.x % 32);
+        return tile + KLayout::offset(lane % 16, lane / 16);
+    }
+
+    static __device__ __forceinline__ int first_of_values(int tile) {
+        const int lane = static_cast<int>(threadIdx.x % 32);
+        return tile + (kFloat8 ? VLayout::offset(lane % 16, lane / 16)
+                               : VLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2));
+    }
+
     // Accumulates the scores of 16 keys, `key` and following, with 8 rows.
     template <int kRowSteps>
     static __device__ __forceinline__ void multiply_keys(
         float (&scores)[kRowSteps][4],
-        const char* k_tile,
+        int first_of_keys,
         int key,
         const uint32_t (&q)[kRowSteps][kKSteps][2]
     ) {
         float odd[kRowSteps][4] = {};  // two chains of sums, for the latency of one
-        const int lane = static_cast<int>(threadIdx.x % 32);
-        const int first = KLayout::offset(lane % 16, lane / 16);
 #pragma unroll
         for (int k = 0; k < kKSteps; k += kStepsPerLoad) {
             uint32_t a[4];
             load_matrices<false>(
-                a, k_tile + KLayout::offset_from(first, key, 2 * k / kStepsPerLoad)
+                a, KLayout::offset_from(first_of_keys, key, 2 * k / kStepsPerLoad)
             );
             if constexpr (kFloat8) {
                 // Lane (g, t) has elements 4t..4t+3 of a chunk where the instruction wants 2t, 2t + 1,
@@ -132,16 +143,13 @@ struct Fragments {
     // Calls use(step, a) with the operand of every 16 of V's head dimension and 16 keys.
     template <class Use>
     static __device__ __forceinline__ void for_each_value(
-        const char* v_tile, int key, const Use& use
+        int first_of_values, int key, const Use& use
     ) {
-        const int lane = static_cast<int>(threadIdx.x % 32);
-        const int first = kFloat8 ? VLayout::offset(lane % 16, lane / 16)
-                                  : VLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
         for (int step = 0; step < kVSteps; step += kStepsPerLoad) {
             uint32_t a[4];
             load_matrices<true>(
-                a, v_tile + VLayout::offset_from(first, key, 2 * step / kStepsPerLoad)
+                a, VLayout::offset_from(first_of_values, key, 2 * step / kStepsPerLoad)
             );
             if constexpr (kFloat8) {
                 // Transposed in pairs: an even and an odd element of two keys. The even ones of 16
@@ -180,8 +188,8 @@ struct Fragments {
 
 private:
     template <bool kTransposed>
-    static __device__ __forceinline__ void load_matrices(uint32_t (&a)[4], const char* from) {
-        const auto& rows = *reinterpret_cast<const cute::uint128_t*>(from);
+    static __device__ __forceinline__ void load_matrices(uint32_t (&a)[4], int from) {
+        const auto& rows = in_shared_memory<const cute::uint128_t>(from);
         if constexpr (kTransposed) {
             cute::SM75_U16x8_LDSM_T::copy(rows, a[0], a[1], a[2], a[3]);
         } else {

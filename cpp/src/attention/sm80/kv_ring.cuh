@@ -4,8 +4,8 @@
 // batch ahead, copies `stages` tiles ahead, into the next item too, so that memory never waits for
 // a tile's end.
 
+#include "attention/sm80/dealing.cuh"
 #include "attention/sm80/tile_shapes.h"
-#include "attention/sm80/work_list.cuh"
 #include "common/ptx.cuh"
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -18,6 +18,11 @@
 #include <cstdint>
 
 namespace pagetile::sm80 {
+
+template <class T>
+__device__ __forceinline__ T& in_shared_memory(int address) {
+    return *static_cast<T*>(__cvta_shared_to_generic(static_cast<size_t>(address)));
+}
 
 // A tile of rows in shared memory, in slabs of up to eight 16-byte chunks. Within a slab the chunks
 // are swizzled so that eight rows of one chunk, what ldmatrix reads at a time, lie in eight banks.
@@ -36,7 +41,8 @@ struct RowLayout {
     }
 
     // offset(key | more_keys, chunk | more_chunks) from offset(key, chunk), where no bit is set in
-    // both: an exclusive or and a sum with constants.
+    // both: an exclusive or and a sum with constants. Or addresses from an address, if the tile is at a
+    // multiple of 128.
     static __device__ constexpr int offset_from(int offset_of, int more_keys, int more_chunks) {
         const int slabs = more_chunks >> kSlabLog2;
         const int index = more_keys << kSlabLog2 | (more_chunks & (kSlab - 1));
@@ -90,6 +96,8 @@ public:
     static constexpr int kStages = kShape.stages;
     static constexpr int kRowBytesK = Config::kHeadDim * Config::kElementBytes;
     static constexpr int kRowBytesV = Config::kHeadDimV * Config::kElementBytes;
+    // Beside another kernel there are no registers for it.
+    static constexpr bool kDeals = !Config::kBeside;
     static constexpr int kStageBytes = kKeys * (kRowBytesK + kRowBytesV);
 
     // `ring` is this key warp's; `list` this warp's own. boxes: of an instance beside another kernel.
@@ -106,10 +114,12 @@ public:
           boxes_(boxes),
           list_(list),
           window_(window),
-          ring_(ring),
+          ring_(static_cast<int>(__cvta_generic_to_shared(ring))),
           key_warp_(key_warp),
           row_warp_(row_warp),
           lane_(static_cast<int>(threadIdx.x % 32)) {
+        first_to_[0] = first_to<KLayout, kRowBytesK>();
+        first_to_[1] = kRowBytesV == kRowBytesK ? first_to_[0] : first_to<VLayout, kRowBytesV>();
         if constexpr (Config::kBeside) {
             if (lane_ == 0) {
                 for (int stage = 0; stage < kStages; ++stage) {
@@ -134,6 +144,7 @@ public:
     __device__ __forceinline__ void begin(bool has_item, bool has_more, const Item& item) {
         is_done_ = !has_more;
         if (has_item) {
+            is_dealt_ = kDeals && params_.is_dealt && num_rows(params_, item.sequence) <= Config::kRows;
             take_item(item);
             has_ahead_ = ahead_.tile < ahead_.end_tile;
             if (has_ahead_) {
@@ -155,8 +166,8 @@ public:
         }
     }
 
-    // Waits for the tile in `stage_`; returns where it is.
-    __device__ __forceinline__ const char* wait() {
+    // Waits for the tile in `stage_`; returns where it is, from the ring's beginning.
+    __device__ __forceinline__ int wait() {
         cute::cp_async_wait<kStages - 1>();
         if constexpr (Config::kBeside) {
             if ((by_boxes_ >> stage_ & 1) != 0) {
@@ -167,7 +178,7 @@ public:
             }
         }
         sync_row_warps();
-        return ring_ + stage_ * kStageBytes;
+        return stage_ * kStageBytes;
     }
 
     // The tile has been read: its place takes the next one. The CTA has met since fill().
@@ -182,10 +193,12 @@ public:
         stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
     }
 
+    // In shared memory.
+    __device__ __forceinline__ int address() const { return ring_; }
+
     // What was called for at the beginning of an item together with tiles of the ring is there at the
     // item's end, too: by the ring's own waits if the item had enough tiles, or else by waiting.
     __device__ __forceinline__ void wait_for_others(const Item& item) {
-        static constexpr int kTilesPerUnit = kPlanKeys / kKeys;
         const int tiles = item.part.unit_end * kTilesPerUnit -
                           first_tile(item.part.unit_begin * kTilesPerUnit, key_warp_);
         if (tiles <= kStages * kShape.key_warps) {
@@ -209,6 +222,7 @@ private:
 
     static constexpr int kKeysLog2 = kKeys == 16 ? 4 : 5;
     static constexpr int kGroups = kKeys / 16;  // of 16 keys, in a tile
+    static constexpr int kTilesPerUnit = kPlanKeys / kKeys;
     // More would hold more addresses in registers than there are.
     static constexpr int kUnroll = 8;
 
@@ -224,7 +238,6 @@ private:
 
     // An item's tiles, those that are this key warp's.
     __device__ __forceinline__ void take_item(const Item& item) {
-        static constexpr int kTilesPerUnit = kPlanKeys / kKeys;
         ahead_.tile = first_tile(item.part.unit_begin * kTilesPerUnit, key_warp_);
         ahead_.end_tile = item.part.unit_end * kTilesPerUnit;
         ahead_.first_key = item.keys.first;
@@ -232,19 +245,92 @@ private:
         ahead_.kv_head = item.kv_head;
         table_ = params_.block_table + item.batch_idx * params_.block_table_stride;
         first_offset_ = params_.block_table == nullptr ? item.sequence.kv_begin : 0;
+        first_dealt_ = item.batch_idx + 1 - 32;
+    }
+
+    // What this key warp has of a sequence whose rows are one tile.
+    struct Dealt {
+        bool is_one_tile;
+        int32_t tile;
+        int32_t end_tile;
+        int32_t first_key;
+        int32_t end_key;
+        int32_t kv_begin;
+    };
+
+    // Of the sequences from `first` on, one a lane: as the CTA's items are dealt.
+    static __device__ __noinline__ Dealt deal(
+        const KernelParams& params,
+        const WorkList<Config::kRows>& list,
+        int32_t first,
+        int key_warp,
+        const SequenceWindow* window
+    ) {
+        const int32_t batch_idx = first + static_cast<int32_t>(threadIdx.x % 32);
+        const Sequence sequence = SequenceWindow::find(params, window, batch_idx);
+        Item item;
+        if (!list.find_tile(params, batch_idx, sequence, item)) {
+            return {true, 0, 0, 0, 0, 0};
+        }
+        return {
+            num_rows(params, sequence) <= Config::kRows,
+            first_tile(item.part.unit_begin * kTilesPerUnit, key_warp),
+            item.part.unit_end * kTilesPerUnit,
+            item.keys.first,
+            item.keys.end,
+            sequence.kv_begin,
+        };
+    }
+
+    // The next sequence of which this key warp has tiles, if there is one. Where one of those that follow
+    // has more rows, the list says how it goes on.
+    __device__ __forceinline__ void take_dealt(const SequenceWindow* window) {
+        uint32_t found;
+        while ((found = __ballot_sync(kWarp, dealt_.tile < dealt_.end_tile)) == 0) {
+            first_dealt_ += 32;
+            if (first_dealt_ > list_.end().batch_idx) {
+                is_done_ = true;
+                return;
+            }
+            dealt_ = deal(params_, list_, first_dealt_, key_warp_, window);
+            is_dealt_ = __all_sync(kWarp, dealt_.is_one_tile);
+            if (!is_dealt_) {
+                return;
+            }
+        }
+        const int place = __ffs(static_cast<int>(found)) - 1;
+        ahead_.tile = __shfl_sync(kWarp, dealt_.tile, place);
+        ahead_.end_tile = __shfl_sync(kWarp, dealt_.end_tile, place);
+        ahead_.first_key = __shfl_sync(kWarp, dealt_.first_key, place);
+        ahead_.end_key = __shfl_sync(kWarp, dealt_.end_key, place);
+        const int32_t batch_idx = first_dealt_ + place;
+        table_ = params_.block_table + batch_idx * params_.block_table_stride;
+        if (params_.block_table == nullptr) {
+            first_offset_ = __shfl_sync(kWarp, dealt_.kv_begin, place);
+        }
+        if (lane_ == place) {
+            dealt_.end_tile = dealt_.tile;
+        }
     }
 
     // Looks up the batch from `tile` on, of the same item or of one that comes later.
     __device__ __forceinline__ void fetch(int tile, const SequenceWindow* window) {
         has_ahead_ = true;
         ahead_.tile = tile;
+        if constexpr (kDeals) {
+            if (is_dealt_ && tile >= ahead_.end_tile && !is_done_) {
+                take_dealt(window);
+            }
+        }
         while (ahead_.tile >= ahead_.end_tile) {
             if (is_done_ || !list_.next(params_, window)) {
                 is_done_ = true;
                 ahead_.tile = ahead_.end_tile = 0;
                 return;
             }
-            take_item(list_.item());
+            if (list_.item().batch_idx >= first_dealt_) {  // or it was dealt
+                take_item(list_.item());
+            }
             is_done_ = !list_.may_have_more();
         }
         look_up(ahead_.tile);
@@ -280,6 +366,10 @@ private:
         now_ = ahead_;
         has_ahead_ = now_.tile >= now_.end_tile;  // behind the last one there is nothing
         in_batch_ = 0;
+        if constexpr (!Config::kBeside) {
+            first_place_[0] = first_place<kRowBytesK>(params_.kv[0]);
+            first_place_[1] = first_place<kRowBytesV>(params_.kv[1]);
+        }
         batch_end_ = min(now_.tile + tiles_per_batch() * kShape.key_warps, now_.end_tile);
         // 16 keys a lane, if there are pages enough for that
         const int tile = now_.tile + lane_ / kGroups * kShape.key_warps;
@@ -298,13 +388,13 @@ private:
             take_batch();
         }
         if (now_.tile < now_.end_tile) {
-            char* to = ring_ + stage * kStageBytes;
+            const int to = ring_ + stage * kStageBytes;
             bool by_boxes = false;
             if constexpr (Config::kBeside) {
                 by_boxes = is_tile_simple();
                 by_boxes_ = (by_boxes_ & ~(1u << stage)) | static_cast<uint32_t>(by_boxes) << stage;
                 if (by_boxes) {
-                    copy_boxes(stage, to);
+                    copy_boxes(stage, &in_shared_memory<char>(to));
                 }
             }
             if (!by_boxes) {
@@ -392,24 +482,13 @@ private:
     }
 
     // Copies the tile's 16 keys from `group` on.
-    __device__ __forceinline__ void copy_keys(char* to, int group) const {
+    __device__ __forceinline__ void copy_keys(int to, int group) const {
         if (is_simple(group / 16)) [[likely]] {
             const int lane = in_batch_ * kGroups + group / 16;
             const int page = __shfl_sync(kWarp, now_.page, lane);
             const int offset = __shfl_sync(kWarp, now_.offset, lane);
-            if constexpr (kRowBytesK == kRowBytesV) {
-                // One code for both
-#pragma unroll 1
-                for (int side = 0; side < 2; ++side) {
-                    copy_page<KLayout, kRowBytesK>(params_.kv[side], page, offset, to, group);
-                    to += kKeys * kRowBytesK;
-                }
-            } else {
-                copy_page<KLayout, kRowBytesK>(params_.kv[0], page, offset, to, group);
-                copy_page<VLayout, kRowBytesV>(
-                    params_.kv[1], page, offset, to + kKeys * kRowBytesK, group
-                );
-            }
+            copy_page<KLayout, kRowBytesK, 0>(page, offset, to, group);
+            copy_page<VLayout, kRowBytesV, 1>(page, offset, to + kKeys * kRowBytesK, group);
         } else {
             const int first_key = now_.tile * kKeys + group;
             const Some some = {
@@ -422,35 +501,67 @@ private:
                 group,
                 row_warp_,
             };
-            copy_some(params_, some, to);
+            copy_some(params_, some, &in_shared_memory<char>(to));
         }
     }
 
-    // 16 whole rows of one page, all of them visible.
-    template <class Layout, int kRowBytes>
-    __device__ __forceinline__ void copy_page(
-        const gpu::KvSide& side, int page, int offset, char* to, int group
-    ) const {
+    // How this lane takes part in the copy of 16 whole rows.
+    template <int kRowBytes>
+    struct Share {
         using Copy = RowCopy<kRowBytes>;
-        // Instructions for 16 keys, those of this row warp
+        // Instructions for 16 keys, those of a row warp
         static constexpr int kSteps = 16 / Copy::kRows / kShape.row_warps;
         static_assert(kSteps * Copy::kRows * kShape.row_warps == 16);
-        const int chunk = lane_ % Copy::kChunks;
-        const int lane_row = lane_ / Copy::kChunks;
-        const bool has_row = Copy::kAllLanes || lane_row < Copy::kRows;
-        const int row = row_warp_ * kSteps * Copy::kRows + lane_row % Copy::kRows;
-        const int first = Layout::offset(row, chunk);
+
+        int chunk;
+        bool has_row;
+        int row;
+
+        __device__ __forceinline__ Share(int lane, int row_warp)
+            : chunk(lane % Copy::kChunks),
+              has_row(Copy::kAllLanes || lane / Copy::kChunks < Copy::kRows),
+              row(row_warp * kSteps * Copy::kRows + lane / Copy::kChunks % Copy::kRows) {}
+    };
+
+    // Where this lane's first 16 bytes would be in page 0.
+    template <int kRowBytes>
+    __device__ __forceinline__ const char* first_place(const gpu::KvSide& side) const {
+        const Share<kRowBytes> share(lane_, row_warp_);
+        return side.data + now_.kv_head * side.head_stride + share.row * side.token_stride +
+               share.chunk * 16;
+    }
+
+    template <class Layout, int kRowBytes>
+    __device__ __forceinline__ int first_to() const {
+        const Share<kRowBytes> share(lane_, row_warp_);
+        const int offset = Layout::offset(share.row, share.chunk);
+        return Config::kBeside ? offset : ptx::keep(offset);
+    }
+
+    // 16 whole rows of one page, all of them visible.
+    template <class Layout, int kRowBytes, int kSide>
+    __device__ __forceinline__ void copy_page(int page, int offset, int to, int group) const {
+        using Copy = RowCopy<kRowBytes>;
+        static constexpr int kSteps = Share<kRowBytes>::kSteps;
+        const Share<kRowBytes> share(lane_, row_warp_);
+        const bool has_row = share.has_row;
+        const int first = to + first_to_[kSide];
+        const gpu::KvSide& side = params_.kv[kSide];
+        const char* from =
+            (Config::kBeside ? first_place<kRowBytes>(side) : first_place_[kSide]) +
+            static_cast<uint64_t>(static_cast<uint32_t>(page)) *
+                static_cast<uint32_t>(side.page_stride) +
+            static_cast<uint64_t>(static_cast<uint32_t>(offset)) *
+                static_cast<uint32_t>(side.token_stride);
         const int64_t step_stride = Copy::kRows * side.token_stride;
-        const char* from = side.data + now_.kv_head * side.head_stride + chunk * 16 +
-                           page * side.page_stride +
-                           static_cast<int64_t>(offset + row) * side.token_stride;
 #pragma unroll(kUnroll)
         for (int step = 0; step < kSteps; ++step) {
             if (has_row) {
-                char* place = to + Layout::offset_from(first, group + step * Copy::kRows, 0);
                 cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(
                     *reinterpret_cast<const cute::uint128_t*>(from),
-                    *reinterpret_cast<cute::uint128_t*>(place)
+                    in_shared_memory<cute::uint128_t>(
+                        Layout::offset_from(first, group + step * Copy::kRows, 0)
+                    )
                 );
             }
             from += step_stride;
@@ -598,7 +709,7 @@ private:
     const gpu::PageBoxes* boxes_;
     WorkList<Config::kRows>& list_;
     const SequenceWindow& window_;
-    char* ring_;
+    int ring_;  // in shared memory
     int key_warp_;
     int row_warp_;
     int lane_;
@@ -610,8 +721,13 @@ private:
     uint32_t turns_ = 0;     // a bit a stage: whether its barrier is in an odd turn
     bool has_ahead_ = false;
     bool is_done_ = false;
+    bool is_dealt_ = false;  // the next item comes from dealt_, not from the list
     Batch now_ = {-1, 0, 0, 0, 0, 0, 0};
     Batch ahead_ = {-1, 0, 0, 0, 0, 0, 0};
+    Dealt dealt_ = {};
+    int32_t first_dealt_ = 0;  // the sequence that lane 0 has
+    int first_to_[2];                  // of K and V: where this lane copies 16 bytes of a tile's first rows
+    const char* first_place_[2] = {};  // and from where, if they are page 0's, for the batch
     const int32_t* table_ = nullptr;
     int32_t first_offset_ = 0;  // where there are no pages: of the sequence's first key
 };

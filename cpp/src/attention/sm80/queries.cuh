@@ -18,9 +18,8 @@ struct Row {
     int32_t head;
 };
 
-// Rows of a sequence, below 2^31.
 __device__ __forceinline__ int32_t num_rows(const KernelParams& params, const Item& item) {
-    return item.sequence.q_len * params.shape.group;
+    return num_rows(params, item.sequence);
 }
 
 // Rows behind the last one are taken for it; whatever they compute is dropped.

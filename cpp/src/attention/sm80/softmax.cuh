@@ -61,12 +61,15 @@ public:
                         fmaxf(tile_largest[i], __shfl_xor_sync(kWarp, tile_largest[i], other));
                 }
             }
-            // Seldom after the first tiles. A factor of 1 changes no bits, so that rows need not be
-            // alone to be the same.
-            if (__any_sync(
-                    kWarp, tile_largest[0] > largest[n][0] || tile_largest[1] > largest[n][1]
-                )) {
-                raise(n, tile_largest, out, factor);
+            // Seldom after the first tile. A factor of 1 changes no bits, so that rows need not be alone
+            // to be the same.
+            bool rises[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                rises[i] = (tile_largest[i] - largest[n][i]) * factor(n, i) > kMostRise;
+            }
+            if (__any_sync(kWarp, rises[0] || rises[1])) {
+                raise(n, rises, tile_largest, out, factor);
             }
 #pragma unroll
             for (int s = 0; s < kKeySteps; ++s) {
@@ -95,24 +98,34 @@ public:
         }
     }
 
-    float largest[kRowSteps][2];    // score
+    float largest[kRowSteps][2];    // score, when it was last raised
     float reference[kRowSteps][2];  // in log2 units; 0 while no key has been seen
     float sum[kRowSteps][2];
 
 private:
+    // In log2 units: up to 2^8 weights may grow before their reference does.
+    static constexpr float kMostRise = 8.0f;
+
     template <class Factor>
     __device__ __forceinline__ void raise(
-        int n, const float (&tile_largest)[2], Output& out, const Factor& factor
+        int n,
+        const bool (&rises)[2],
+        const float (&tile_largest)[2],
+        Output& out,
+        const Factor& factor
     ) {
         float rescale[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float former = largest[n][i];
-            largest[n][i] = fmaxf(former, tile_largest[i]);
-            const float now = largest[n][i] == -kInfinity ? 0.0f : largest[n][i] * factor(n, i);
-            rescale[i] = former == -kInfinity ? 0.0f : ptx::exp2_approx(reference[n][i] - now);
-            reference[n][i] = now;
-            sum[n][i] *= rescale[i];
+            rescale[i] = 1.0f;
+            if (rises[i]) {
+                const float now = tile_largest[i] * factor(n, i);
+                rescale[i] =
+                    largest[n][i] == -kInfinity ? 0.0f : ptx::exp2_approx(reference[n][i] - now);
+                largest[n][i] = tile_largest[i];
+                reference[n][i] = now;
+                sum[n][i] *= rescale[i];
+            }
         }
 #pragma unroll
         for (int step = 0; step < Frag::kVSteps; ++step) {

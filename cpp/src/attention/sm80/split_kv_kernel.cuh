@@ -51,6 +51,7 @@ public:
     using List = WorkList<Config::kRows>;
     static constexpr int kRingBytes = kShape.stages * RingOf::kStageBytes;
     static constexpr int kTilesPerUnit = kPlanKeys / kShape.keys;
+    static constexpr bool kDeals = RingOf::kDeals;
 
     // The warp that looks for the next item: the last one, which has the fewest keys.
     static constexpr int kScout = kShape.num_threads() / 32 - 1;
@@ -60,6 +61,7 @@ public:
         List ahead[kShape.num_threads() / 32];  // each warp's own: where its copies are
         List list;                              // the scout's: where the work is
         SequenceWindow window;
+        DealtItems<Config::kRows> dealt;
         Item items[2];
         bool has_next;
     };
@@ -118,6 +120,9 @@ public:
             if (has_more) {
                 list.store(shared.list);
                 shared.window.store(nearby);
+                if constexpr (kDeals) {
+                    shared.dealt.begin(params, first);
+                }
             }
         }
         if (params.pdl) {
@@ -191,16 +196,36 @@ private:
         int turn,
         QueryTile<Config>& queries
     ) {
-        const bool has_item = has_more && shared.list.next(params, &shared.window);
+        Item& item = shared.items[turn];
+        const bool has_item = has_more && find_item(params, shared, item);
         shared.has_next = has_item;
         if (!has_item) {
             return false;
         }
-        const Item& item = shared.list.item();
-        shared.items[turn] = item;
-        __syncwarp();
         queries.load(params, item, static_cast<int>(threadIdx.x % 32), 32);
-        return shared.list.may_have_more();
+        return kDeals && shared.dealt.is_dealt() ? shared.dealt.may_have_more(shared.list)
+                                                 : shared.list.may_have_more();
+    }
+
+    static __device__ __forceinline__ bool
+    find_item(const KernelParams& params, Shared& shared, Item& item) {
+        if constexpr (kDeals) {
+            if (shared.dealt.is_dealt() &&
+                shared.dealt.next(params, shared.list, shared.window, item)) {
+                return true;
+            }
+            if (shared.dealt.is_dealt()) {
+                return false;
+            }
+        }
+        do {
+            if (!shared.list.next(params, &shared.window)) {
+                return false;
+            }
+        } while (kDeals && shared.list.item().batch_idx < shared.dealt.batch_idx());
+        item = shared.list.item();
+        __syncwarp();
+        return true;
     }
 
     // Between the first tile and the copies that take its place: look().
@@ -223,12 +248,17 @@ private:
         const bool transforms =
             params.transforms || (Config::kElementBytes == 1 && !are_positive(queries));
 
+        const int first_of_keys = ptx::keep(Frag::first_of_keys(ring.address()));
+        const int first_of_values = ptx::keep(
+            Frag::first_of_values(ring.address() + kShape.keys * RingOf::kRowBytesK)
+        );
         const int end_tile = item.part.unit_end * kTilesPerUnit;
         for (int tile = RingOf::first_tile(item.part.unit_begin * kTilesPerUnit, key_warp);
              tile < end_tile;
              tile += kShape.key_warps) {
-            const char* k_tile = ring.wait();
-            const char* v_tile = k_tile + kShape.keys * RingOf::kRowBytesK;
+            const int at = ring.wait();
+            const int k_tile = first_of_keys + at;
+            const int v_tile = first_of_values + at;
             const int first_key = tile * kShape.keys;
 
             typename SoftmaxOf::Scores scores = {};
@@ -269,7 +299,7 @@ private:
     }
 
     static __device__ __forceinline__ void multiply_values(
-        const char* v_tile,
+        int v_tile,
         const uint32_t (&weights)[SoftmaxOf::kKeySteps][kShape.row_steps][2],
         typename SoftmaxOf::Output& out
     ) {
@@ -285,7 +315,7 @@ private:
     }
 
     // Whether a tile of values holds an infinity or a NaN, for which 0 times it is not 0.
-    static __device__ __forceinline__ bool has_non_finite(const char* v_tile) {
+    static __device__ __forceinline__ bool has_non_finite(int v_tile) {
         constexpr uint32_t kExponents = MathType<typename Config::Math>::kExponents;
         bool found = false;
 #pragma unroll 1
@@ -308,7 +338,7 @@ private:
         const Item& item,
         int row_warp,
         int first_key,
-        const char* v_tile,
+        int v_tile,
         const uint32_t (&weights)[SoftmaxOf::kKeySteps][kShape.row_steps][2],
         typename SoftmaxOf::Output& out
     ) {

@@ -53,7 +53,7 @@ constexpr int ring_alignment(const TileShape& shape) { return shape.by_tma ? 102
 
 // The warps' lists of work, and the barriers of rings that TMA fills, at most; the rings follow.
 constexpr int list_bytes(const TileShape& shape) {
-    const int lists = (shape.key_warps * shape.row_warps + 1) * 144 + 660;
+    const int lists = (shape.key_warps * shape.row_warps + 1) * 144 + 2860;
     const int barriers = shape.by_tma ? shape.key_warps * shape.stages * 8 : 0;
     const int alignment = ring_alignment(shape);
     return (lists + barriers + alignment - 1) / alignment * alignment;

@@ -18,6 +18,11 @@ using gpu::Sequence;
 using gpu::take;
 using gpu::token_of;
 
+// Packed rows, below 2^31.
+__device__ __forceinline__ int32_t num_rows(const KernelParams& params, const Sequence& sequence) {
+    return sequence.q_len * params.shape.group;
+}
+
 // A tile of rows, or a piece of one: some of its keys.
 struct Item {
     int32_t batch_idx;
@@ -54,6 +59,17 @@ struct SequenceWindow {
 
     int32_t first;
     Sequence sequences[kSize];
+
+    // A sequence, or one without queries if there is none. window: null where it is not there yet.
+    static __device__ __forceinline__ Sequence
+    find(const KernelParams& params, const SequenceWindow* window, int32_t batch_idx) {
+        if (batch_idx >= params.shape.batch) {
+            return {0, 0, 0, 0};
+        }
+        const int32_t place = window != nullptr ? batch_idx - window->first : -1;
+        return place >= 0 && place < kSize ? window->sequences[place]
+                                           : load_sequence(params, batch_idx);
+    }
 
     // By a warp.
     __device__ void store(const NearbySequences& nearby) {
@@ -123,6 +139,24 @@ public:
     // The item that next() found.
     __device__ const Item& item() const { return item_; }
 
+    // Where the lane ends.
+    __device__ const Position& end() const { return end_; }
+
+    // What the lane has of a sequence behind its first one, whose rows are one tile, if a chain has one KV
+    // head. False: it has nothing.
+    __device__ __forceinline__ bool
+    find_tile(const KernelParams& params, int32_t batch_idx, const Sequence& sequence, Item& item) const {
+        const Position at = {batch_idx, 0, 0, 0};
+        if (sequence.q_len == 0 || is_behind(at, end_)) {
+            return false;
+        }
+        const TileKeys keys =
+            tile_keys(params.shape, sequence.q_len, sequence.kv_len, 0, sequence.q_len - 1);
+        const TilePart part = tile_part(params.shape, end_, cuts_, lane_, at, keys);
+        item = {batch_idx, chain_, 0, sequence, keys, part};
+        return true;
+    }
+
     // False only if the last item has been found: cheap to ask.
     __device__ bool may_have_more() const {
         return rest_.begin < rest_.end || !is_same_tile(at_, end_);
@@ -188,10 +222,7 @@ private:
         for (; batch_idx < end; batch_idx += 32) {
             Sequence mine = {0, 0, 0, 0};
             if (batch_idx + me < end) {
-                const int32_t in_window = window != nullptr ? batch_idx + me - window->first : -1;
-                mine = in_window >= 0 && in_window < SequenceWindow::kSize
-                           ? window->sequences[in_window]
-                           : load_sequence(params, batch_idx + me);
+                mine = SequenceWindow::find(params, window, batch_idx + me);
             }
             const unsigned with_queries = __ballot_sync(kWarp, mine.q_len > 0);
             if (with_queries != 0) {
