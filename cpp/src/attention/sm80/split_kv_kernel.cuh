@@ -249,9 +249,9 @@ private:
             params.transforms || (Config::kElementBytes == 1 && !are_positive(queries));
 
         const int first_of_keys = ptx::keep(Frag::first_of_keys(ring.address()));
-        const int first_of_values = ptx::keep(
-            Frag::first_of_values(ring.address() + kShape.keys * RingOf::kRowBytesK)
-        );
+        const int values = ring.address() + kShape.keys * RingOf::kRowBytesK;
+        const int first_of_values = Config::kBeside ? Frag::first_of_values(values)
+                                                    : ptx::keep(Frag::first_of_values(values));
         const int end_tile = item.part.unit_end * kTilesPerUnit;
         for (int tile = RingOf::first_tile(item.part.unit_begin * kTilesPerUnit, key_warp);
              tile < end_tile;
