@@ -20,7 +20,7 @@ import pytest
 import reference
 import torch
 from cases import STORAGES, Case, crc
-from gpu import captured, keep_busy, needs_gpus, one_kernel
+from gpu import captured, keep_busy, needs_gpus, one_kernel, prefill_by
 from memory import huge_tensor
 from pagetile import _C
 from problem import (
@@ -534,6 +534,27 @@ def test_long(case, device):
     more = {"plan": problem.plan(), "workspace": problem.workspace()}
     for _ in range(2):  # the second call finds the workspace as the first one left it
         assert all(map(same_bits, problem.run(**more), (out, lse)))
+
+
+@on_a_gpu
+@pytest.mark.parametrize("where", ["nowhere", "first", "in_the_midst", "last", "seldom", "often"])
+def test_items_are_dealt_or_found(where):
+    """720 sequences, 45 a lane, so that items are dealt twice. Behind one of two tiles of rows the
+    list finds them. Some have no queries, some no keys, and most have no tile for most warps.
+    """
+    rng = np.random.default_rng(crc(where))
+    lens = rng.integers(0, 60, 720) * (rng.random(720) > 0.05)
+    lens[::77] += 700
+    q_lens = (rng.random(720) > 0.1).astype(int)
+    place = np.arange(720) % 90
+    wide = {
+        "nowhere": place < 0, "first": place == 0, "in_the_midst": place == 20, "last": place == 89,
+        "seldom": rng.random(720) < 0.01, "often": rng.random(720) < 0.2,
+    }[where]  # fmt: skip
+    q_lens[wide] = 9
+    case = Case(f"dealt_{where}", tuple(q_lens.tolist()), tuple(lens.tolist()), (32, 8), **D128)
+    with prefill_by("none"):
+        attend(case)
 
 
 # fmt: off

@@ -61,11 +61,12 @@ struct KernelParams {
     int64_t block_table_stride;
     FastDivide page_size;
     int32_t num_pages;
-    int32_t granule_log2;    // so many keys in a row always lie on one page; at most 16
-    KvSide kv[2];            // K, V
-    bool copies_16_bytes;    // strides and bases allow it, and rows are whole
-    bool copies_by_places;   // besides, a row's place in its pool has 32 bits, counted in 16 bytes
-    bool copies_whole_rows;  // or rows are as long as the kernel's, 16 keys on a page, strides of 32 bits
+    int32_t granule_log2;   // so many keys in a row always lie on one page; at most 16
+    KvSide kv[2];           // K, V
+    bool copies_16_bytes;   // strides and bases allow it, and rows are whole
+    bool copies_by_places;  // besides, a row's place in its pool has 32 bits, counted in 16 bytes
+    bool
+        copies_whole_rows;  // or rows are as long as the kernel's, 16 keys on a page, strides of 32 bits
 
     // Queries. Strides in bytes.
     bool q_is_aligned;  // rows begin and end at multiples of 16 bytes

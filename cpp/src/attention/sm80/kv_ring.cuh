@@ -5,6 +5,8 @@
 // a tile's end.
 
 #include "attention/sm80/dealing.cuh"
+#include "attention/sm80/row_layout.cuh"
+#include "attention/sm80/some_keys.cuh"
 #include "attention/sm80/tile_shapes.h"
 #include "common/ptx.cuh"
 
@@ -12,79 +14,11 @@
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
-#include <cute/swizzle.hpp>
 #include <cutlass/arch/barrier.h>
 
 #include <cstdint>
 
 namespace pagetile::sm80 {
-
-template <class T>
-__device__ __forceinline__ T& in_shared_memory(int address) {
-    return *static_cast<T*>(__cvta_shared_to_generic(static_cast<size_t>(address)));
-}
-
-// A tile of rows in shared memory, in slabs of up to eight 16-byte chunks. Within a slab the chunks
-// are swizzled so that eight rows of one chunk, what ldmatrix reads at a time, lie in eight banks.
-template <int kKeys, int kRowBytes>
-struct RowLayout {
-    static constexpr int kChunks = kRowBytes / 16;
-    static constexpr int kSlabLog2 = kChunks % 8 == 0 ? 3 : kChunks % 4 == 0 ? 2 : 1;
-    static constexpr int kSlab = 1 << kSlabLog2;
-    static_assert(kChunks % kSlab == 0);
-    using Swizzle = cute::Swizzle<kSlabLog2, 0, 3>;
-
-    // Bytes from the tile's beginning.
-    static __device__ constexpr int offset(int key, int chunk) {
-        const int in_slab = Swizzle::apply(key << kSlabLog2 | (chunk & (kSlab - 1)));
-        return ((chunk >> kSlabLog2) * kKeys * kSlab + in_slab) * 16;
-    }
-
-    // offset(key | more_keys, chunk | more_chunks) from offset(key, chunk), where no bit is set in
-    // both: an exclusive or and a sum with constants. Or addresses from an address, if the tile is at a
-    // multiple of 128.
-    static __device__ constexpr int offset_from(int offset_of, int more_keys, int more_chunks) {
-        const int slabs = more_chunks >> kSlabLog2;
-        const int index = more_keys << kSlabLog2 | (more_chunks & (kSlab - 1));
-        const int turned = Swizzle::apply(index) & (kSlab - 1);
-        return (offset_of ^ (turned * 16)) + ((index & ~(kSlab - 1)) + slabs * kKeys * kSlab) * 16;
-    }
-};
-
-// How the lanes of a warp share the copy of rows: each instruction takes whole rows.
-template <int kRowBytes>
-struct RowCopy {
-    static constexpr int kChunks = kRowBytes / 16;
-    static constexpr int kRows = 32 / kChunks >= 8   ? 8
-                                 : 32 / kChunks >= 4 ? 4
-                                 : 32 / kChunks >= 2 ? 2
-                                                     : 1;  // of an instruction
-    static constexpr bool kAllLanes = kRows * kChunks == 32;
-};
-
-// 16 bytes of a row, an element at a time: odd addresses, rows in chunks.
-template <int kElement>
-static __device__ uint4
-load_elements(const gpu::KvSide& side, const char* row, int first, bool is_there) {
-    uint32_t words[4] = {0, 0, 0, 0};
-#pragma unroll 1
-    for (int d = first; d < first + 16 / kElement; ++d) {
-        uint32_t value = 0;
-        if (is_there && d * kElement < side.row_bytes) {
-            const char* from = row + (d >> side.chunk_log2) * side.chunk_stride +
-                               (d & ((1 << side.chunk_log2) - 1)) * kElement;
-            value = kElement == 2 ? *reinterpret_cast<const uint16_t*>(from)
-                                  : *reinterpret_cast<const uint8_t*>(from);
-        }
-        // Shifts the element into a place that the loop would else have to index.
-        static constexpr int kBits = 8 * kElement;
-        words[0] = __funnelshift_r(words[0], words[1], kBits);
-        words[1] = __funnelshift_r(words[1], words[2], kBits);
-        words[2] = __funnelshift_r(words[2], words[3], kBits);
-        words[3] = words[3] >> kBits | value << (32 - kBits);
-    }
-    return make_uint4(words[0], words[1], words[2], words[3]);
-}
 
 template <class Config>
 class KvRing {
@@ -131,20 +65,14 @@ public:
         }
     }
 
-    // The first of a key warp's tiles from `tile` on. Which warp has which keys depends on their
-    // position alone.
-    static __device__ int first_tile(int tile, int key_warp) {
-        constexpr uint32_t kWarps = kShape.key_warps;
-        const uint32_t before = kWarps - static_cast<uint32_t>(tile) % kWarps;
-        return tile + static_cast<int>((static_cast<uint32_t>(key_warp) + before) % kWarps);
-    }
-
     // Looks up the first pages, before the wait for the kernels before. `item` is the first one, if
     // there is one; only if `has_more` may the list have others.
     __device__ __forceinline__ void begin(bool has_item, bool has_more, const Item& item) {
         is_done_ = !has_more;
         if (has_item) {
-            is_dealt_ = kDeals && params_.is_dealt && num_rows(params_, item.sequence) <= Config::kRows;
+            if constexpr (kDeals) {
+                dealt_.begin(params_, item);
+            }
             take_item(item);
             has_ahead_ = ahead_.tile < ahead_.end_tile;
             if (has_ahead_) {
@@ -200,7 +128,7 @@ public:
     // item's end, too: by the ring's own waits if the item had enough tiles, or else by waiting.
     __device__ __forceinline__ void wait_for_others(const Item& item) {
         const int tiles = item.part.unit_end * kTilesPerUnit -
-                          first_tile(item.part.unit_begin * kTilesPerUnit, key_warp_);
+                          first_tile<kShape>(item.part.unit_begin * kTilesPerUnit, key_warp_);
         if (tiles <= kStages * kShape.key_warps) {
             drain();
         }
@@ -238,79 +166,29 @@ private:
 
     // An item's tiles, those that are this key warp's.
     __device__ __forceinline__ void take_item(const Item& item) {
-        ahead_.tile = first_tile(item.part.unit_begin * kTilesPerUnit, key_warp_);
+        ahead_.tile = first_tile<kShape>(item.part.unit_begin * kTilesPerUnit, key_warp_);
         ahead_.end_tile = item.part.unit_end * kTilesPerUnit;
         ahead_.first_key = item.keys.first;
         ahead_.end_key = item.keys.end;
         ahead_.kv_head = item.kv_head;
         table_ = params_.block_table + item.batch_idx * params_.block_table_stride;
         first_offset_ = params_.block_table == nullptr ? item.sequence.kv_begin : 0;
-        first_dealt_ = item.batch_idx + 1 - 32;
     }
 
-    // What this key warp has of a sequence whose rows are one tile.
-    struct Dealt {
-        bool is_one_tile;
-        int32_t tile;
-        int32_t end_tile;
-        int32_t first_key;
-        int32_t end_key;
-        int32_t kv_begin;
-    };
-
-    // Of the sequences from `first` on, one a lane: as the CTA's items are dealt.
-    static __device__ __noinline__ Dealt deal(
-        const KernelParams& params,
-        const WorkList<Config::kRows>& list,
-        int32_t first,
-        int key_warp,
-        const SequenceWindow* window
-    ) {
-        const int32_t batch_idx = first + static_cast<int32_t>(threadIdx.x % 32);
-        const Sequence sequence = SequenceWindow::find(params, window, batch_idx);
-        Item item;
-        if (!list.find_tile(params, batch_idx, sequence, item)) {
-            return {true, 0, 0, 0, 0, 0};
-        }
-        return {
-            num_rows(params, sequence) <= Config::kRows,
-            first_tile(item.part.unit_begin * kTilesPerUnit, key_warp),
-            item.part.unit_end * kTilesPerUnit,
-            item.keys.first,
-            item.keys.end,
-            sequence.kv_begin,
-        };
-    }
-
-    // The next sequence of which this key warp has tiles, if there is one. Where one of those that follow
-    // has more rows, the list says how it goes on.
+    // The next sequence of which this key warp has tiles, as it was dealt: if there is one, and the list does
+    // not have it.
     __device__ __forceinline__ void take_dealt(const SequenceWindow* window) {
-        uint32_t found;
-        while ((found = __ballot_sync(kWarp, dealt_.tile < dealt_.end_tile)) == 0) {
-            first_dealt_ += 32;
-            if (first_dealt_ > list_.end().batch_idx) {
-                is_done_ = true;
-                return;
-            }
-            dealt_ = deal(params_, list_, first_dealt_, key_warp_, window);
-            is_dealt_ = __all_sync(kWarp, dealt_.is_one_tile);
-            if (!is_dealt_) {
-                return;
-            }
+        Dealt found;
+        if (!dealt_.next(params_, list_, window, key_warp_, found)) {
+            is_done_ = dealt_.is_dealt();
+            return;
         }
-        const int place = __ffs(static_cast<int>(found)) - 1;
-        ahead_.tile = __shfl_sync(kWarp, dealt_.tile, place);
-        ahead_.end_tile = __shfl_sync(kWarp, dealt_.end_tile, place);
-        ahead_.first_key = __shfl_sync(kWarp, dealt_.first_key, place);
-        ahead_.end_key = __shfl_sync(kWarp, dealt_.end_key, place);
-        const int32_t batch_idx = first_dealt_ + place;
-        table_ = params_.block_table + batch_idx * params_.block_table_stride;
-        if (params_.block_table == nullptr) {
-            first_offset_ = __shfl_sync(kWarp, dealt_.kv_begin, place);
-        }
-        if (lane_ == place) {
-            dealt_.end_tile = dealt_.tile;
-        }
+        ahead_.tile = found.tile;
+        ahead_.end_tile = found.end_tile;
+        ahead_.first_key = found.first_key;
+        ahead_.end_key = found.end_key;
+        table_ = params_.block_table + found.batch_idx * params_.block_table_stride;
+        first_offset_ = params_.block_table == nullptr ? found.kv_begin : 0;
     }
 
     // Looks up the batch from `tile` on, of the same item or of one that comes later.
@@ -318,7 +196,7 @@ private:
         has_ahead_ = true;
         ahead_.tile = tile;
         if constexpr (kDeals) {
-            if (is_dealt_ && tile >= ahead_.end_tile && !is_done_) {
+            if (dealt_.is_dealt() && tile >= ahead_.end_tile && !is_done_) {
                 take_dealt(window);
             }
         }
@@ -328,7 +206,7 @@ private:
                 ahead_.tile = ahead_.end_tile = 0;
                 return;
             }
-            if (list_.item().batch_idx >= first_dealt_) {  // or it was dealt
+            if (!kDeals || list_.item().batch_idx >= dealt_.batch_idx()) {  // or it was dealt
                 take_item(list_.item());
             }
             is_done_ = !list_.may_have_more();
@@ -409,10 +287,6 @@ private:
         cute::cp_async_fence();
     }
 
-    static __device__ bool is_page(const KernelParams& params, int page) {
-        return static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
-    }
-
     __device__ int granule_lane(int key_in_tile) const {
         return (in_batch_ * kKeys + key_in_tile) >> params_.granule_log2;
     }
@@ -491,7 +365,7 @@ private:
             copy_page<VLayout, kRowBytesV, 1>(page, offset, to + kKeys * kRowBytesK, group);
         } else {
             const int first_key = now_.tile * kKeys + group;
-            const Some some = {
+            const SomeKeys<Config> some = {
                 now_.page,
                 now_.offset,
                 now_.kv_head,
@@ -501,7 +375,7 @@ private:
                 group,
                 row_warp_,
             };
-            copy_some(params_, some, &in_shared_memory<char>(to));
+            SomeKeys<Config>::copy(params_, some, &in_shared_memory<char>(to));
         }
     }
 
@@ -547,12 +421,11 @@ private:
         const bool has_row = share.has_row;
         const int first = to + first_to_[kSide];
         const gpu::KvSide& side = params_.kv[kSide];
-        const char* from =
-            (Config::kBeside ? first_place<kRowBytes>(side) : first_place_[kSide]) +
-            static_cast<uint64_t>(static_cast<uint32_t>(page)) *
-                static_cast<uint32_t>(side.page_stride) +
-            static_cast<uint64_t>(static_cast<uint32_t>(offset)) *
-                static_cast<uint32_t>(side.token_stride);
+        const char* from = (Config::kBeside ? first_place<kRowBytes>(side) : first_place_[kSide]) +
+                           static_cast<uint64_t>(static_cast<uint32_t>(page)) *
+                               static_cast<uint32_t>(side.page_stride) +
+                           static_cast<uint64_t>(static_cast<uint32_t>(offset)) *
+                               static_cast<uint32_t>(side.token_stride);
         const int64_t step_stride = Copy::kRows * side.token_stride;
 #pragma unroll(kUnroll)
         for (int step = 0; step < kSteps; ++step) {
@@ -565,143 +438,6 @@ private:
                 );
             }
             from += step_stride;
-        }
-    }
-
-    // 16 keys of which some may not be visible, and that may lie on several pages.
-    struct Some {
-        int page;  // this lane's, as in Batch
-        int offset;
-        int kv_head;
-        int lane;   // that has the first key's page
-        int begin;  // visible ones, counted from the first key
-        int end;
-        int group;  // of the tile
-        int row_warp;
-    };
-
-    // Small pages, the ends of what is visible, other alignments, rows in chunks. Out of the way of
-    // the loop: instructions that are jumped over are fetched, too.
-    static __device__ __noinline__ void copy_some(const KernelParams& params, Some some, char* to) {
-        const int key = static_cast<int>(threadIdx.x % 16);
-        const int from = some.lane + (key >> params.granule_log2);
-        const int in_granule = key & ((1 << params.granule_log2) - 1);
-        OfKey mine;
-        mine.page = __shfl_sync(kWarp, some.page, from);
-        mine.offset = __shfl_sync(kWarp, some.offset, from) + in_granule;
-        mine.is_there = is_page(params, mine.page) && key >= some.begin && key < some.end;
-        mine.page = mine.is_there ? mine.page : 0;
-        if (!params.copies_by_places) [[unlikely]] {
-            copy_elements<KLayout, kRowBytesK>(params, params.kv[0], some, mine, to);
-            copy_elements<VLayout, kRowBytesV>(
-                params, params.kv[1], some, mine, to + kKeys * kRowBytesK
-            );
-        } else if constexpr (kRowBytesK == kRowBytesV) {
-            copy_rows<KLayout, kRowBytesK, 0, 2>(params, some, mine, to);
-        } else {
-            copy_rows<KLayout, kRowBytesK, 0, 1>(params, some, mine, to);
-            copy_rows<VLayout, kRowBytesV, 1, 1>(params, some, mine, to + kKeys * kRowBytesK);
-        }
-    }
-
-    // Where the key of a lane is, one of 16.
-    struct OfKey {
-        int page;
-        int offset;
-        bool is_there;
-    };
-
-    // The 16 bytes of a lane in a pass over 16 keys.
-    template <int kRowBytes>
-    struct Pass {
-        static constexpr int kChunks = kRowBytes / 16;
-        static constexpr int kCount = 16 * kChunks / 32;
-        static_assert(kCount * 32 == 16 * kChunks);
-
-        int key;
-        int chunk;
-
-        __device__ __forceinline__ explicit Pass(int number) {
-            const int i = number * 32 + static_cast<int>(threadIdx.x % 32);
-            key = i / kChunks;
-            chunk = i % kChunks;
-        }
-    };
-
-    // Of kSides sides from kFirst on.
-    template <class Layout, int kRowBytes, int kFirst, int kSides>
-    static __device__ __forceinline__ void copy_rows(
-        const KernelParams& params, const Some& some, const OfKey& mine, char* to
-    ) {
-        static constexpr int kCount = Pass<kRowBytes>::kCount;
-        // Shuffles before copies, as far as there are registers: behind them they wait long.
-        static constexpr int kAtOnce = Config::kBeside ? 1 : 4;
-        const uint32_t there = __ballot_sync(kWarp, mine.is_there);
-        uint32_t places[kSides];  // of the lane's key
-        const char* data[kSides];
-        int row_chunks[kSides];
-#pragma unroll
-        for (int i = 0; i < kSides; ++i) {
-            const gpu::KvSide& side = params.kv[kFirst + i];
-            data[i] = side.data;
-            row_chunks[i] = side.row_bytes / 16;
-            places[i] = mine.page * gpu::in_chunks(side.page_stride) +
-                        mine.offset * gpu::in_chunks(side.token_stride) +
-                        some.kv_head * gpu::in_chunks(side.head_stride);
-        }
-#pragma unroll 1
-        for (int first = some.row_warp; first < kCount; first += kAtOnce * kShape.row_warps) {
-            uint32_t from[kAtOnce][kSides];
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const Pass<kRowBytes> pass(first + i * kShape.row_warps);
-#pragma unroll
-                for (int side = 0; side < kSides; ++side) {
-                    from[i][side] = __shfl_sync(kWarp, places[side], pass.key & 15);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const int number = first + i * kShape.row_warps;
-                if (kCount % (kAtOnce * kShape.row_warps) != 0 && number >= kCount) {
-                    break;
-                }
-                const Pass<kRowBytes> pass(number);
-                char* place = to + Layout::offset(some.group + pass.key, pass.chunk);
-#pragma unroll
-                for (int side = 0; side < kSides; ++side) {
-                    const bool is_in_row = pass.chunk < row_chunks[side];
-                    ptx::cp_async_16_bytes_if(
-                        is_in_row ? there & 1u << pass.key : 0,
-                        place + side * kKeys * kRowBytes,
-                        data[side] + static_cast<uint64_t>(from[i][side]) * 16 + pass.chunk * 16
-                    );
-                }
-            }
-        }
-    }
-
-    template <class Layout, int kRowBytes>
-    static __device__ __forceinline__ void copy_elements(
-        const KernelParams& params,
-        const gpu::KvSide& side,
-        const Some& some,
-        const OfKey& mine,
-        char* to
-    ) {
-        static constexpr int kElement = Config::kElementBytes;
-#pragma unroll 1
-        for (int number = some.row_warp; number < Pass<kRowBytes>::kCount;
-             number += kShape.row_warps) {
-            const Pass<kRowBytes> pass(number);
-            const int page = __shfl_sync(kWarp, mine.page, pass.key);
-            const int offset = __shfl_sync(kWarp, mine.offset, pass.key);
-            const bool is_there = __shfl_sync(kWarp, mine.is_there, pass.key);
-            const char* row = side.data + some.kv_head * side.head_stride +
-                              page * side.page_stride + offset * side.token_stride;
-            char* place = to + Layout::offset(some.group + pass.key, pass.chunk);
-            *reinterpret_cast<uint4*>(place) =
-                load_elements<kElement>(side, row, pass.chunk * 16 / kElement, is_there);
         }
     }
 
@@ -721,12 +457,10 @@ private:
     uint32_t turns_ = 0;     // a bit a stage: whether its barrier is in an odd turn
     bool has_ahead_ = false;
     bool is_done_ = false;
-    bool is_dealt_ = false;  // the next item comes from dealt_, not from the list
     Batch now_ = {-1, 0, 0, 0, 0, 0, 0};
     Batch ahead_ = {-1, 0, 0, 0, 0, 0, 0};
-    Dealt dealt_ = {};
-    int32_t first_dealt_ = 0;  // the sequence that lane 0 has
-    int first_to_[2];                  // of K and V: where this lane copies 16 bytes of a tile's first rows
+    DealtTiles<Config> dealt_;
+    int first_to_[2];  // of K and V: where this lane copies 16 bytes of a tile's first rows
     const char* first_place_[2] = {};  // and from where, if they are page 0's, for the batch
     const int32_t* table_ = nullptr;
     int32_t first_offset_ = 0;  // where there are no pages: of the sequence's first key

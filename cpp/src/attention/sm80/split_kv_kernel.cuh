@@ -207,8 +207,9 @@ private:
                                                  : shared.list.may_have_more();
     }
 
-    static __device__ __forceinline__ bool
-    find_item(const KernelParams& params, Shared& shared, Item& item) {
+    static __device__ __forceinline__ bool find_item(
+        const KernelParams& params, Shared& shared, Item& item
+    ) {
         if constexpr (kDeals) {
             if (shared.dealt.is_dealt() &&
                 shared.dealt.next(params, shared.list, shared.window, item)) {
@@ -253,7 +254,7 @@ private:
         const int first_of_values = Config::kBeside ? Frag::first_of_values(values)
                                                     : ptx::keep(Frag::first_of_values(values));
         const int end_tile = item.part.unit_end * kTilesPerUnit;
-        for (int tile = RingOf::first_tile(item.part.unit_begin * kTilesPerUnit, key_warp);
+        for (int tile = first_tile<kShape>(item.part.unit_begin * kTilesPerUnit, key_warp);
              tile < end_tile;
              tile += kShape.key_warps) {
             const int at = ring.wait();

@@ -144,8 +144,9 @@ public:
 
     // What the lane has of a sequence behind its first one, whose rows are one tile, if a chain has one KV
     // head. False: it has nothing.
-    __device__ __forceinline__ bool
-    find_tile(const KernelParams& params, int32_t batch_idx, const Sequence& sequence, Item& item) const {
+    __device__ __forceinline__ bool find_tile(
+        const KernelParams& params, int32_t batch_idx, const Sequence& sequence, Item& item
+    ) const {
         const Position at = {batch_idx, 0, 0, 0};
         if (sequence.q_len == 0 || is_behind(at, end_)) {
             return false;
