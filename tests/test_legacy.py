@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import reference
@@ -220,12 +222,17 @@ def test_what_the_kernels_do_not_take():
     refused("paged_attention_v1: these kernels take pages of 8, 16 or 32 tokens, got 64",
             Call("cuda", page_size=64))  # fmt: skip
     long = Call("cuda", lengths=(70_000,), heads=(1, 1), dim=32)
-    refused(r"take max_seq_len up to \d+ on this GPU.*paged_attention_v2 takes longer ones", long)
+    refused(r"take max_seqlen_k up to \d+ on this GPU.*paged_attention_v2 takes longer ones", long)
     long.check(long.run(2))
+    with pytest.raises(NotImplementedError) as error:
+        long.run(1)
+    most = int(re.search(r"up to (\d+) on", str(error.value))[1])
+    at_its_limit = Call("cuda", lengths=(most,), heads=(1, 1), dim=32)
+    at_its_limit.check(at_its_limit.run(1, max_seqlen_k=most))
     call = Call("cuda")
     k, v = call.caches()
     call.caches = lambda: (k, v.transpose(2, 3).contiguous().transpose(2, 3))
-    refused(r"dense pages of key_cache \[P, Hkv, D / 8, S, 8\]", call)
+    refused(r"dense pages of k_cache \[P, Hkv, D / 8, S, 8\]", call)
 
 
 @pytest.mark.parametrize(

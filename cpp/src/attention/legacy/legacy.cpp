@@ -53,11 +53,11 @@ std::string find_refusal(const AttentionParams& params) {
                            is_aligned(params.v_cache, element_bytes, 8 * element_bytes);
     if (!is_legacy) {
         return message(
-            "dense pages of key_cache [P, Hkv, D / ",
+            "dense pages of k_cache [P, Hkv, D / ",
             chunk,
             ", S, ",
             chunk,
-            "] and value_cache [P, Hkv, D, S] at multiples of 16 bytes"
+            "] and v_cache [P, Hkv, D, S] at multiples of 16 bytes"
         );
     }
     constexpr int64_t kMostInGrid = 65535;

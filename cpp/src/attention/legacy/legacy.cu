@@ -49,8 +49,32 @@ LegacyParams make_params(
         .out_row_stride = params.out_row_stride,
         .out_head_stride = params.out_head_stride,
         .scratch = scratch,
-        .partitions = static_cast<int32_t>(scratch.partitions),
     };
+}
+
+// How much dynamic shared memory an instance may have. Asked for, and allowed, once for a device.
+template <class Element, class Stored, bool kPartitions>
+int64_t most_shared_memory(Device device) {
+    static AnswerOfDevice answers;
+    return answers.get(device, kFunction, [&] {
+        constexpr int kStatic = 1024;  // and what the system keeps
+        int most = 0;
+        check_cuda(
+            cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index),
+            kFunction
+        );
+        const RelaxedCapture relaxed(kFunction);
+        check_launch(
+            cudaFuncSetAttribute(
+                legacy_kernel<Element, Stored, kPartitions>,
+                cudaFuncAttributeMaxDynamicSharedMemorySize,
+                most - kStatic
+            ),
+            kFunction,
+            device
+        );
+        return most - kStatic;
+    });
 }
 
 // "" or why there is too little shared memory for the scores of a CTA.
@@ -60,33 +84,14 @@ std::string launch(
 ) {
     const auto kernel = legacy_kernel<Element, Stored, kPartitions>;
     const int64_t bytes = (kLegacyMostHeadDim + scores) * static_cast<int64_t>(sizeof(float));
-    constexpr int64_t kWithoutAsking = 48 * 1024 - 1024;  // 1 KB: what is not dynamic
-    if (bytes > kWithoutAsking) {
-        int most = 0;
-        check_cuda(
-            cudaDeviceGetAttribute(
-                &most, cudaDevAttrMaxSharedMemoryPerBlockOptin, call.device.index
-            ),
-            kFunction
-        );
-        const int64_t most_scores =
-            (most - 1024) / static_cast<int64_t>(sizeof(float)) - kLegacyMostHeadDim;
-        if (scores > most_scores) {
-            return message(
-                "max_seq_len up to ",
-                most_scores,
-                " on this GPU, whose shared memory holds the scores of a whole sequence "
-                "(paged_attention_v2 takes longer ones), got ",
-                scores
-            );
-        }
-        const RelaxedCapture relaxed(kFunction);
-        check_launch(
-            cudaFuncSetAttribute(
-                kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)
-            ),
-            kFunction,
-            call.device
+    const int64_t most = most_shared_memory<Element, Stored, kPartitions>(call.device);
+    if (bytes > most) {
+        return message(
+            "max_seqlen_k up to ",
+            most / static_cast<int64_t>(sizeof(float)) - kLegacyMostHeadDim,
+            " on this GPU, whose shared memory holds the scores of a whole sequence "
+            "(paged_attention_v2 takes longer ones), got ",
+            scores
         );
     }
     cudaLaunchConfig_t config = {};

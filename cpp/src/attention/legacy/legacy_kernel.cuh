@@ -55,7 +55,6 @@ struct LegacyParams {
     int64_t out_row_stride;  // elements
     int64_t out_head_stride;
     LegacyScratch scratch;
-    int32_t partitions;  // of a row of the scratch
 };
 
 // The elements of 4 bytes of a cache.
@@ -221,7 +220,7 @@ __global__ void __launch_bounds__(kLegacyThreads, kLegacyCtas) legacy_kernel(
 
     // Where the results go: those of a partition to the scratch.
     const int64_t slot =
-        (static_cast<int64_t>(keys.sequence) * gridDim.y + keys.head) * params.partitions +
+        (static_cast<int64_t>(keys.sequence) * gridDim.y + keys.head) * params.scratch.partitions +
         blockIdx.z;
     auto* out = kPartitions
                     ? static_cast<Element*>(params.scratch.tmp_out) + slot * params.head_dim
@@ -287,7 +286,7 @@ __global__ void __launch_bounds__(kLegacyThreads, kLegacyCtas) legacy_reduce_ker
     constexpr int kPartition = kLegacyPartition;
     const int used = (keys.length + kPartition - 1) / kPartition;
     const int64_t first =
-        (static_cast<int64_t>(keys.sequence) * gridDim.y + keys.head) * params.partitions;
+        (static_cast<int64_t>(keys.sequence) * gridDim.y + keys.head) * params.scratch.partitions;
     const float* sums = params.scratch.exp_sums + first;
     const float* maxima = params.scratch.max_logits + first;
     float largest = -__builtin_huge_valf();
