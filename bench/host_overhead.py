@@ -2,7 +2,8 @@
 
 One sequence, one token, one head of 8: the arithmetic is below 0.1 us, and is left in. Ten tensors:
 q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, k_scale, v_scale, out, softmax_lse.
-Through PyTorch's dispatcher (torch.ops) as well as directly, and through XLA: jitted calls of
+Through PyTorch's dispatcher (torch.ops) as well as directly, beside an operator of the same schema
+that does nothing: what PyTorch takes for itself. And through XLA: jitted calls of
 pagetile.jax, beside a jitted function that adds two of the same arrays. XLA allocates the results.
 Where there is a GPU, the same calls of PyTorch with tensors there, in rounds that are too short to
 fill the stream's queue.
@@ -14,13 +15,13 @@ fill the stream's queue.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import pathlib
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,12 +70,28 @@ def arguments(
     return positional, {name: convert(a) for name, a in tensors.items()} | options
 
 
+@functools.cache
+def idle_operator() -> Callable[..., None]:
+    """Takes what torch.ops.pagetile.paged_attention.out takes, in Python too, and does nothing."""
+    schema = str(torch.ops.pagetile.paged_attention.out._schema).partition("(")[2]
+    library = torch.library.Library("pagetile_bench", "DEF")
+    library.define(f"idle({schema}")
+    for key in ("CPU", "CUDA"):
+        library.impl("idle", lambda *_: None, key)
+    _libraries.append(library)  # its operators go with it
+    return torch.ops.pagetile_bench.idle.default
+
+
+_libraries: list[Any] = []
+
+
 def through_torch_ops(
     args: tuple[Any, ...], kwargs: dict[str, Any], new: dict[str, Any], write: tuple[Any, ...]
 ) -> dict[str, Callable[[], Any]]:
     """The same calls as operators."""
-    ops = torch.ops.pagetile
+    ops, idle = torch.ops.pagetile, idle_operator()
     return {
+        "an operator that does nothing, 10 tensors": lambda: idle(*args, **kwargs),
         "ops.paged_attention.out, 10 tensors": lambda: ops.paged_attention.out(*args, **kwargs),
         "ops.paged_attention, 8 tensors": lambda: ops.paged_attention(*args, **new),
         "ops.cache_write, 5 tensors": lambda: ops.cache_write(*write),
@@ -91,7 +108,7 @@ def through_jax() -> dict[str, Callable[[], Any]]:
     args, kwargs = arguments(jnp.asarray)
     arrays = {n: x for n, x in kwargs.items() if isinstance(x, jax.Array) and n not in RESULTS}
     options = {n: x for n, x in kwargs.items() if not isinstance(x, jax.Array)}
-    attend = jax.jit(partial(pagetile.jax.paged_attention, **options))
+    attend = jax.jit(functools.partial(pagetile.jax.paged_attention, **options))
     write = jax.jit(pagetile.jax.cache_write, donate_argnums=(2, 3))
     add = jax.jit(jnp.add)
     k, slots = jnp.ones((1, 1, 8)), jnp.array([3])
