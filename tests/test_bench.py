@@ -247,11 +247,11 @@ def test_absent_peers_are_lines_of_the_header(peers_folder, monkeypatch):
     here, lines = peers.present(peers.pick("fa3,fa3_contiguous,flashinfer,legacy,sdpa"))
     assert [peer.name for peer in here] == ["sdpa"]
     assert lines == [
-        f"not here: fa3, fa3_contiguous (no {fa3.LIBRARY} in {peers_folder}, and no vLLM)",
+        f"not here: fa3, fa3_contiguous (no {fa3.LIBRARY} in PEERS_DIR, and no vLLM)",
         "not here: flashinfer (not installed)",
         "not here: legacy_v1, legacy_v2 (import of pagetile.legacy halted; None in sys.modules)",
     ]
-    assert vllm_write.why_not() == f"no {vllm_write.LIBRARY} in {peers_folder}, and no vLLM"
+    assert vllm_write.why_not() == f"no {vllm_write.LIBRARY} in PEERS_DIR, and no vLLM"
 
 
 def test_libraries_that_do_not_load_say_why(peers_folder):

@@ -33,7 +33,7 @@ def load() -> Any:
     elif importlib.util.find_spec("vllm"):
         interface = importlib.import_module(f"vllm.vllm_flash_attn.{INTERFACE}")
     else:
-        raise ImportError(f"no {LIBRARY} in {folder}, and no vLLM")
+        raise ImportError(f"no {LIBRARY} in PEERS_DIR, and no vLLM")
     if not interface.FA3_AVAILABLE:
         raise ImportError(interface.FA3_UNAVAILABLE_REASON)
     return interface

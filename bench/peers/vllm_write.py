@@ -24,7 +24,7 @@ def why_not() -> str | None:
         elif importlib.util.find_spec("vllm"):
             importlib.import_module("vllm._custom_ops")
         else:
-            return f"no {LIBRARY} in {file.parent}, and no vLLM"
+            return f"no {LIBRARY} in PEERS_DIR, and no vLLM"
     except (ImportError, OSError) as error:
         return str(error)
     return None

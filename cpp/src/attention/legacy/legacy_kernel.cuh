@@ -20,7 +20,12 @@
 namespace pagetile::gpu {
 
 inline constexpr int kLegacyThreads = 128;
-inline constexpr int kLegacyCtas = 8;   // of a multiprocessor, if shared memory allows
+inline constexpr int kLegacyCtas = 8;  // of a multiprocessor, if shared memory allows
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+inline constexpr int kLegacyReduceCtas = 1;  // 8 leave it 64 registers, and it spills (nvcc 13.0)
+#else
+inline constexpr int kLegacyReduceCtas = kLegacyCtas;
+#endif
 inline constexpr int kLegacyPiece = 8;  // keys whose values a lane reads at a time
 inline constexpr int kLegacyMostHeadDim = 256;
 
@@ -279,7 +284,7 @@ __global__ void __launch_bounds__(kLegacyThreads, kLegacyCtas) legacy_kernel(
 
 // The partitions of a row, weighted by their sums.
 template <class Element>
-__global__ void __launch_bounds__(kLegacyThreads, kLegacyCtas) legacy_reduce_kernel(
+__global__ void __launch_bounds__(kLegacyThreads, kLegacyReduceCtas) legacy_reduce_kernel(
     const __grid_constant__ LegacyParams params
 ) {
     const LegacyKeys keys(params, /*is_partition=*/false);
