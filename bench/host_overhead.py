@@ -70,19 +70,17 @@ def arguments(
     return positional, {name: convert(a) for name, a in tensors.items()} | options
 
 
+_library: Any = torch.library.Library("pagetile_bench", "DEF")
+
+
 @functools.cache
 def idle_operator() -> Callable[..., None]:
     """Takes what torch.ops.pagetile.paged_attention.out takes, in Python too, and does nothing."""
     schema = str(torch.ops.pagetile.paged_attention.out._schema).partition("(")[2]
-    library = torch.library.Library("pagetile_bench", "DEF")
-    library.define(f"idle({schema}")
+    _library.define(f"idle({schema}")
     for key in ("CPU", "CUDA"):
-        library.impl("idle", lambda *_: None, key)
-    _libraries.append(library)  # its operators go with it
+        _library.impl("idle", lambda *_: None, key)
     return torch.ops.pagetile_bench.idle.default
-
-
-_libraries: list[Any] = []
 
 
 def through_torch_ops(

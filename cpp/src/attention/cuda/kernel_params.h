@@ -65,8 +65,8 @@ struct KernelParams {
     KvSide kv[2];           // K, V
     bool copies_16_bytes;   // strides and bases allow it, and rows are whole
     bool copies_by_places;  // besides, a row's place in its pool has 32 bits, counted in 16 bytes
-    bool
-        copies_whole_rows;  // or rows are as long as the kernel's, 16 keys on a page, strides of 32 bits
+    // Besides copies_16_bytes: rows are as long as the kernel's, 16 keys on a page, strides of 32 bits.
+    bool copies_whole_rows;
 
     // Queries. Strides in bytes.
     bool q_is_aligned;  // rows begin and end at multiples of 16 bytes

@@ -89,6 +89,11 @@ __device__ __forceinline__ int32_t token_of(const KernelParams& params, int32_t 
     return static_cast<int32_t>(params.group(in_group, static_cast<uint32_t>(max(row, 0))));
 }
 
+// Whether a page is in the pool.
+__device__ __forceinline__ bool is_page(const KernelParams& params, int32_t page) {
+    return static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
+}
+
 // The sequence that a lane of the warp has.
 __device__ __forceinline__ Sequence take(const Sequence& of_lane, int lane) {
     return {

@@ -3,8 +3,8 @@
 // Copies of keys and values into shared memory, a tile ahead of the arithmetic, and page lookups a
 // tile ahead of the copies. Each warp copies its own rows of every tile.
 
-#include "attention/sm80/kv_ring.cuh"
 #include "attention/sm80/prefill_config.cuh"
+#include "attention/sm80/some_keys.cuh"
 #include "common/ptx.cuh"
 
 #include <cute/arch/copy_sm80.hpp>
@@ -184,10 +184,6 @@ private:
                 copy_some<VLayout>(params_, params_.kv[1], rows, values_at(tile));
             }
         }
-    }
-
-    static __device__ bool is_page(const KernelParams& params, int page) {
-        return static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
     }
 
     // Rows of one page, all of them whole and visible: then all lanes have the page. An instruction takes

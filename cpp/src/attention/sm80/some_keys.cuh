@@ -12,12 +12,9 @@
 
 namespace pagetile::sm80 {
 
+using gpu::is_page;
 using gpu::KernelParams;
 using gpu::kWarp;
-
-__device__ __forceinline__ bool is_page(const KernelParams& params, int page) {
-    return static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
-}
 
 // 16 bytes of a row, an element at a time: odd addresses, rows in chunks.
 template <int kElement>

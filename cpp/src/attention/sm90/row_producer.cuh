@@ -210,8 +210,7 @@ private:
         const int32_t key = tile * Config::kKeys + key_of_lane<Mine>(turn);
         uint32_t offset;
         params_.call.page_size(offset, static_cast<uint32_t>(key));
-        const bool is_there =
-            static_cast<uint32_t>(page) < static_cast<uint32_t>(params_.call.num_pages);
+        const bool is_there = gpu::is_page(params_.call, page);
         const uint32_t begin = (is_there ? page : 0) * gpu::in_chunks(side.page_stride) +
                                offset * gpu::in_chunks(side.token_stride) +
                                item.kv_head * gpu::in_chunks(side.head_stride);
